@@ -35,6 +35,7 @@ from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, Move
 from flashmem.schedule.loads import WORD
+from flashmem.schedule.modes import INTERLEAVE, MODES
 from flashmem.target.descriptor import DeviceDescriptor
 
 from .loads import CHUNK, PARTS, Loads
@@ -293,7 +294,7 @@ class Prepared:
             RunError: the device refuses the load, or the kernel's copy stream.
         """
         count = min(_MOST_LAUNCHES, max(1, math.ceil(_BURST_SECONDS / self.seconds)))
-        if mode == "interleave":
+        if MODES[mode].by_kernels:
             return self._measure_lane(streamed_bytes, count)
         wanted = max(count, math.ceil(2 * CHUNK / streamed_bytes))
         count = min(wanted, _MOST_LAUNCHES, max(count, math.ceil(4 * _BURST_SECONDS / self.seconds)))
@@ -324,7 +325,7 @@ class Prepared:
         lane = self._bench.program(self._source.lane, options)
         steps = self._make(self._bench.program(self._source.plain, options), lane, moves)
         self._play(steps, 1)
-        return self._compare("interleave", units * unit, count, lambda: self._play(steps, count))
+        return self._compare(INTERLEAVE.name, units * unit, count, lambda: self._play(steps, count))
 
     def _compare(self, mode: TransferMode, streamed: float, count: int, loaded: Callable[[], float]) -> Measured:
         """Compare bursts: alone, loaded, alone, loaded ... alone."""

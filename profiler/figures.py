@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.planning.capacity.features import MAX_RATIO
+from flashmem.schedule.modes import MODES
 from flashmem.tools.plots.figure import COLOURS, figure, plain_axes
 
 from .dataset import Row, read_dataset, stem_of
@@ -46,7 +47,7 @@ def draw_response(rows: Sequence[Row], device: str, path: Path) -> None:
     """Draw the median latency increase of each operator type over the ratio of streamed bytes to its input, by mode."""
     usual = default_path(rows)
     chosen = [row for row in rows if row.features.memory_path == usual]
-    modes = sorted({row.mode for row in chosen} - {"none"}, key=lambda mode: (mode == "interleave", mode))
+    modes = sorted({row.mode for row in chosen} - {"none"}, key=lambda mode: (MODES[mode].by_kernels, mode))
     if not modes:
         raise UserError(f"nothing was streamed during the launches on the {usual} path; profile for more minutes")
     with figure(path, columns=len(modes), size=(4.6 * len(modes), 6.4), sharey=True, squeeze=False) as (drawn, axes):

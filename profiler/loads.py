@@ -19,11 +19,13 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.streaming.loading import Loading
+from flashmem.runtime.streaming.modes import make_transfer
+from flashmem.runtime.streaming.modes.request import TransferRequest
 from flashmem.runtime.streaming.shared_pages import SharedSlices
 from flashmem.runtime.streaming.transfer import Transfer
-from flashmem.runtime.streaming.transfer_modes import make_transfer
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, whole
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import PoolLayout, TextureSlot
 
 CHUNK = 1 << 20
@@ -98,7 +100,8 @@ class Loads:
 
     def _make(self, mode: TransferMode, ledger: Ledger, parts: Sequence[Slice], layout: PoolLayout) -> Transfer:
         apart = {part.name: part.name.encode() for part in parts}  # separate, because the file repeats its content
-        return make_transfer(mode, self._context, ledger, self._file, parts, layout, SharedSlices(), apart)
+        asked = TransferRequest(self._context, ledger, self._file, parts, layout, SharedSlices(), apart)
+        return make_transfer(mode, asked)
 
     def start(self, mode: TransferMode, count: int) -> tuple[HeldLoads, list[Slice]]:
         """Prepare loads of `count` slices, which begin at a signal, and free the slices of the last call."""
@@ -161,17 +164,18 @@ class Loads:
 
     def _layout(self, mode: TransferMode, parts: Sequence[Slice], nbytes: int, *, places: int, slots: int) -> PoolLayout:
         """A layout that assigns `parts` of `nbytes` each in rotation: to one of `places` in a pool, or to one of `slots`."""
+        kind = MODES[mode]
         offsets = {part.name: i % places * nbytes for i, part in enumerate(parts)}
         layout = PoolLayout(pool_bytes=places * nbytes, offsets=offsets, threads=self._threads)
-        if self._path == "texture" and mode in ("dma", "interleave"):
+        if self._path == "texture" and kind.copies:
             slot = TextureSlot(parts[0].width, parts[0].height, "float", nbytes)
             slot_of = {part.name: i % slots for i, part in enumerate(parts)}
             layout = PoolLayout(slots=(slot,) * slots, slot_of=slot_of, threads=self._threads)
-        if mode == "dma":
+        if kind.by_engine:
             return replace(layout, ring_bytes=self._threads * nbytes)
-        if mode == "interleave" and self._context.device.unified_memory:
+        if kind.by_kernels and self._context.device.unified_memory:
             return replace(layout, staging_bytes=places * nbytes, staging=offsets)
-        if mode == "interleave":
+        if kind.by_kernels:
             slot_of = {part.name: i % places for i, part in enumerate(parts)}
             ring = self._threads * nbytes
             return replace(layout, staging_slots=(nbytes,) * places, staging_slot_of=slot_of, ring_bytes=ring)

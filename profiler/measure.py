@@ -22,6 +22,7 @@ from flashmem.planning.capacity.basis import Basis
 from flashmem.planning.capacity.features import MAX_RATIO, launch_features
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.processor import processor_of
+from flashmem.schedule.modes import INTERLEAVE
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 from .bench import Bench, Measured, Pace, Prepared
@@ -67,11 +68,11 @@ class Measurement:
     ) -> None:
         self.device, self.growing, self.seed = device, growing, seed
         contention = dict(machine.rates.contention)
-        laned = next((path for path in descriptor.memory_paths if "interleave" in descriptor.modes[path]), None)
+        laned = next((path for path in descriptor.memory_paths if INTERLEAVE.name in descriptor.modes[path]), None)
         if laned is not None:
             in_lanes = lane_contention(growing.rows, machine.mode_rates, laned)
             if in_lanes is not None:
-                contention["interleave"] = in_lanes
+                contention[INTERLEAVE.name] = in_lanes
         rates = replace(machine.rates, contention=contention)
         today = date.today().isoformat()
         self.source = f"flashmem profile, {today}, {device.platform} {device.name}, driver {device.driver_version}"

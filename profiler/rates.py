@@ -12,6 +12,7 @@ from typing import Any
 
 from flashmem.base.types import TransferMode
 from flashmem.runtime.opencl.device import Device
+from flashmem.schedule.modes import INTERLEAVE, MODES
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 from flashmem.target.instruction_set import other_tiles
 
@@ -61,7 +62,7 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     progress("transfers")
     alone = {f"{each.path} {m}": each.loads.transfer_rate(m) for each in benches for m in each.descriptor.modes[each.path]}
     cached = alone[f"{bench.path} {mode}"]
-    copy = _copy_rate(bench) if mode in ("dma", "interleave") else cached
+    copy = _copy_rate(bench) if MODES[mode].copies else cached
     delays: dict[TransferMode, float] = {}
     for each in benches:  # a mode that only another path has is measured there
         delays |= _contention(each, alone, delays)
@@ -103,7 +104,7 @@ def measure_main_rates(device: Device, descriptor: DeviceDescriptor, folder: Pat
         if descriptor.rates.conv_flops:
             found["conv_flops"] = descriptor.rates.conv_flops * flops / descriptor.rates.gemm_flops
         found["cached_bandwidth"] = bench.loads.transfer_rate(mode)
-        found["copy_bandwidth"] = _copy_rate(bench) if mode in ("dma", "interleave") else found["cached_bandwidth"]
+        found["copy_bandwidth"] = _copy_rate(bench) if MODES[mode].copies else found["cached_bandwidth"]
         found["disk_bandwidth"] = bench.loads.cold_rate(mode)
         found["load_seconds"] = bench.loads.slice_seconds(mode)
     return found
@@ -135,10 +136,15 @@ def lane_contention(rows: Sequence[Row], mode_rates: dict[str, float], path: str
     It is the median over contractions; None if no row shows it. Only moves that take less time alone than the kernel count:
     beyond that, the kernel waits for the transfer.
     """
-    rate = mode_rates.get(f"{path} interleave")
+    rate = mode_rates.get(f"{path} {INTERLEAVE.name}")
     found = []
     for row in rows:
-        if rate and row.mode == "interleave" and row.features.memory_path == path and row.features.operator_class == "reusable":
+        if (
+            rate
+            and row.mode == INTERLEAVE.name
+            and row.features.memory_path == path
+            and row.features.operator_class == "reusable"
+        ):
             alone = row.streamed_bytes / rate
             if row.seconds > 2e-4 and 0.15 * row.seconds < alone < 0.7 * row.seconds:
                 found.append((row.slowdown - 1) * row.seconds / alone)
@@ -157,7 +163,7 @@ def _contention(bench: Bench, mode_rates: dict[str, float], measured: Collection
         if mode in measured:
             continue
         rate = mode_rates[f"{bench.path} {mode}"]
-        if mode != "interleave":
+        if not MODES[mode].by_kernels:
             transfer = PARTS * CHUNK / rate
             found[mode] = max(0.0, product.delay(mode, PARTS, math.ceil(3 * transfer / product.seconds)) / transfer)
             continue

@@ -19,7 +19,8 @@ import numpy as np
 
 import flashmem
 from flashmem.base.errors import RunError, UserError
-from flashmem.base.types import TRANSFER_MODES, TransferMode
+from flashmem.base.types import TransferMode
+from flashmem.schedule.modes import MODES
 
 
 def play(bundle: Path, mode: TransferMode, answers: Path) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def main() -> None:
     answers.mkdir(parents=True, exist_ok=True)
     warnings.simplefilter("ignore", flashmem.base.errors.FlashmemWarning)  # that a bundle was compiled for another device
     for bundle in sorted(bundles.glob("*.flashmem")):
-        for mode in TRANSFER_MODES:
+        for mode in MODES:
             said = {"bundle": bundle.stem, "mode": mode, "page": mmap.PAGESIZE, **play(bundle, mode, answers)}
             print(json.dumps(said), flush=True)
 

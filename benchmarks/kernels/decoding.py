@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 from flashmem.compiler.configs.listed import configs_of, plain_configs
 from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.operators.quantised_rows import row_bytes
+from flashmem.compiler.kernels.indexing.quantised_rows import row_bytes
 from flashmem.target.descriptor import DeviceDescriptor
 
 from .cliffs import folder, imported

@@ -8,10 +8,8 @@ from typing import Literal
 MemoryPath = Literal["buffer", "texture"]
 
 
-TransferMode = Literal["map", "alias", "dma", "interleave"]
-"""How weights get into the memory that kernels read (docs/explanation/streaming.md)."""
-
-TRANSFER_MODES: tuple[TransferMode, ...] = ("map", "alias", "dma", "interleave")
+TransferMode = str
+"""How weights get into the memory that kernels read, by a name in `schedule.modes.MODES`."""
 
 Channel = Literal["float", "half", "uint8", "uint16"]
 """The type of a texel's four components. Signed integers are stored bit for bit in unsigned components."""

@@ -31,9 +31,9 @@ temperatures [batch].
 
 LOGITS, CANDIDATES = "logits", "candidates"
 """Its outputs: logits in float32 [batch, rows, vocabulary], and candidates in int32 [batch, rows, 2 k + 1] with k = `KEPT`, or
-the vocabulary if that is less (`compiler.operators.candidates`): tokens of the largest logits, the largest first and of equal
-ones the first; these logits, as the bits of floats; and as such bits the sum of exp((logit - the largest) / temperature) over
-all logits. A choice of a token rarely needs more, so that logits stay on the device.
+the vocabulary if that is less (`compiler.kernels.candidates.operators`): tokens of the largest logits, the largest first and of
+equal ones the first; these logits, as the bits of floats; and as such bits the sum of exp((logit - the largest) / temperature)
+over all logits. A choice of a token rarely needs more, so that logits stay on the device.
 """
 
 KEPT = 64

@@ -25,6 +25,7 @@ from flashmem.program.launches import Launch
 from flashmem.program.program import Program, copied_outputs
 from flashmem.program.tensors import Port, Slice, State, Tensor, array_bytes, port_dtype
 from flashmem.schedule.check import check_rules
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout
 from flashmem.target.descriptor import MOST_LOADER_THREADS
 
@@ -322,23 +323,24 @@ def plan_holds(program: Program, plan: OverlapPlan) -> bool:
 
 def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Collection[str]) -> None:
     """Require that every place in `layout` is inside its pool, texture slot or staging."""
-    _require(mode in ("map", "alias", "dma", "interleave"), f"it has a layout for the unknown transfer mode {mode!r}")
+    _require(mode in MODES, f"it has a layout for the unknown transfer mode {mode!r}")
     _require(1 <= layout.threads <= MOST_LOADER_THREADS, f"its layout for mode {mode} is for {layout.threads} loader threads")
     _require(layout.piece_bytes > 0, f"its layout for mode {mode} has pieces of no bytes")
     _require(layout.segment_bytes == 0, f"its layout for mode {mode} states segments, which only a session does")
-    if mode == "map":
+    kind = MODES[mode]
+    if kind.by_pages:
         return
     for part in program.slices:
         name = f"slice {part.name!r} in mode {mode}"
         words = -(-part.file_bytes // 16) * 16  # stream lanes copy whole words
         if part.name in layout.slot_of:
-            _require(part.is_image and mode != "alias", f"{name} is no texture of its own")
+            _require(part.is_image and kind.copies, f"{name} is no texture of its own")
             _require(layout.slot_of[part.name] < len(layout.slots), f"{name} has no texture slot")
             slot = layout.slots[layout.slot_of[part.name]]
             fits = slot.width >= part.width and slot.height >= part.height and slot.channel == part.channel
             _require(fits, f"{name} does not fit its texture slot")
         else:
-            _require(mode == "alias" or not part.is_image, f"{name} has no texture slot")
+            _require(not (part.is_image and kind.copies), f"{name} has no texture slot")
             _check_place(name, layout.offsets.get(part.name), words, layout.pool_bytes)
         if part.name in layout.staging_slot_of:
             _require(layout.staging_slot_of[part.name] < len(layout.staging_slots), f"{name} has no staging slot")
@@ -346,7 +348,7 @@ def _check_layout(program: Program, mode: str, layout: PoolLayout, preloaded: Co
             _require(fits, f"{name} does not fit its staging slot")
         elif part.name in layout.staging:
             _check_place(f"{name} (staging)", layout.staging[part.name], words, layout.staging_bytes)
-        if mode == "dma" or (mode == "interleave" and (part.name in preloaded or layout.staging_slots)):
+        if kind.passes_ring(preload=part.name in preloaded, shares_memory=not layout.staging_slots):
             own = layout.ring_bytes // layout.threads // POOL_ALIGNMENT * POOL_ALIGNMENT
             least = max(part.row_pitch, POOL_ALIGNMENT)  # of a buffer a page: a piece of no bytes would never end
             _require(own >= least, f"no row or page of {name} fits the ring")

@@ -86,7 +86,7 @@ class Baseline:
         """The smallest M_peak for W = `preload`, in bytes, and the name of the layer that requires it."""
         if not self.waits:
             return smallest_m_peak(instance, preload)
-        copies = 2 if instance.mode == "interleave" else 1  # one in staging, one in its final place
+        copies = instance.transfer.places_in_flight  # one in staging, one in its final place
         change = [0] * (len(instance.layers) + 2)
         for w in instance.weights:
             if w.name not in preload:

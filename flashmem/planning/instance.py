@@ -13,6 +13,7 @@ from flashmem.planning.pose import pose
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
 from flashmem.schedule.instance import Instance, LayerSpec
+from flashmem.schedule.modes import MODES
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
 
@@ -82,10 +83,10 @@ def slowdown_curve(
     points = [(0.0, 1.0)]
     for ratio in _RATIOS:
         loaded = model.loaded_seconds(launch, weight_bytes, ratio * own, mode)
-        if mode != "interleave":
+        if not MODES[mode].by_kernels:
             taken = rates.contention_of(mode)
             always = alone / (1 - taken) if taken < 1 else math.inf
-            loaded = min(loaded, alone + taken * ratio * own / rates.transfer_bandwidth(mode), always)
+            loaded = min(loaded, alone + taken * ratio * own / MODES[mode].last_bandwidth(rates), always)
         points.append((ratio * own, max(points[-1][1], loaded / alone)))
     return tuple(points)
 

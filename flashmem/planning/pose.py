@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import POOL_ALIGNMENT, TransferMode
 from flashmem.program.program import Program, host_bytes, pinned_output_bytes
 from flashmem.schedule.instance import Instance, LayerSpec, OwnMemory, WeightSpec
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import LOADER_THREADS, PASSING_BYTES
 from flashmem.schedule.residency import host_ring_bytes
 from flashmem.target.descriptor import DeviceDescriptor
@@ -30,11 +31,10 @@ def pose(
     weights = [WeightSpec(name, sizes[name], first, last) for name, (first, last) in program.uses().items()]
     kernels = {launch.kernel for launch in program.launches}
     opening = rates.session_seconds + rates.kernel_seconds * len(kernels) + rates.layer_seconds * len(program.launches)
-    host = {"map": rates.copy_bandwidth, "dma": min(rates.cached_bandwidth, rates.copy_bandwidth)}
     own = None if descriptor.shares_memory else OwnMemory(rates.load_seconds, rates.cached_bandwidth, rates.copy_bandwidth)
     return Instance(
         tuple(layers), tuple(weights), chunk_bytes, m_peak, rates.disk_bandwidth, notes, mode,
-        host.get(mode, rates.cached_bandwidth), opening, PASSING_BYTES,
+        MODES[mode].host_bandwidth(rates), opening, PASSING_BYTES,
         loader_threads=descriptor.loader_threads, shares_memory=descriptor.shares_memory, own=own,
     )  # fmt: skip
 
@@ -81,14 +81,12 @@ def with_less_staging(instance: Instance, lack: int) -> Instance | None:
     else the least staging. None if it already has the least staging, or uses none.
     """
     least = staged_least(instance)
-    if instance.mode in _UNSTAGED or instance == least:
+    if not instance.transfer.copies or instance == least:
         return None
     room = (instance.loader_threads * instance.piece_bytes - lack) // least.loader_threads
     piece = min(instance.piece_bytes // _LESS, room)
     return replace(least, piece_bytes=piece) if piece >= _OF_USE else least
 
-
-_UNSTAGED: Collection[TransferMode] = ("map", "alias")
 
 _LESS = 4
 """The least factor by which pieces shrink if a plan does not fit: early reads need room as well."""

@@ -36,7 +36,7 @@ def in_flight_bytes(plan: OverlapPlan, *, ahead: bool = True) -> list[int]:
             continue
         release = w.read_layer if ahead else w.first_mover
         home, last = release, w.last_use
-        if plan.mode == "interleave":
+        if plan.transfer.by_kernels:
             home = w.first_mover
             change[release] += w.nbytes
             change[w.last_mover + 1] -= w.nbytes
@@ -109,7 +109,7 @@ class _Judge:
 
     def _held(self, w: PlannedWeight, layer: int) -> int:
         """Bytes of w at `layer` if it used the capacity left before its use."""
-        return w.nbytes * (2 if self.plan.mode == "interleave" and layer < w.first_use else 1)
+        return w.nbytes * (2 if self.plan.transfer.by_kernels and layer < w.first_use else 1)
 
     def _no_capacity(self, w: PlannedWeight, free: int) -> str:
         total = self.capacity[w.first_use - 1]

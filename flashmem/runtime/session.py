@@ -12,37 +12,35 @@ from math import inf
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import NDArray
 
-from flashmem.base.errors import BudgetError, RunError, UserError
-from flashmem.base.types import TransferMode
+from flashmem.base.errors import UserError
 from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.request.description import initialised_by
+from flashmem.request.opening import SessionCall
 from flashmem.runtime.engine.batches import Batch, check_batch, looped
-from flashmem.runtime.engine.device_state import DeviceInUse, DeviceOpening
+from flashmem.runtime.engine.device_state import DeviceOpening
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.futures import BackgroundRuns
-from flashmem.runtime.engine.given_arrays import Input, arrays_by_name, described
+from flashmem.runtime.engine.given_arrays import arrays_by_name, described
 from flashmem.runtime.engine.io_binding import IOBinding
 from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.engine.output_values import OutputValue
-from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, are_exactly, chosen_outputs, fitting_variant, tensor_infos
+from flashmem.runtime.engine.planned_engine import PlannedEngine
+from flashmem.runtime.engine.ports import PROVIDER, TensorInfo, tensor_infos
 from flashmem.runtime.engine.replanned import fitted
 from flashmem.runtime.engine.report import RunReport
-from flashmem.runtime.engine.run import BoundMemory
 from flashmem.runtime.engine.session_plans import SessionPlans
-from flashmem.runtime.engine.states import States
 from flashmem.runtime.engine.stopping import OneThread, RunControl, RunStoppedError, deadline, too_late
 from flashmem.runtime.kernels.background_check import BackgroundCheck
 from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
 from flashmem.runtime.opencl.discovery import begin_to_start_drivers
 from flashmem.runtime.request.compatibility import for_processor
-from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
+from flashmem.runtime.request.models import bundle_for, is_model
 from flashmem.runtime.request.options import choose_strategy
-from flashmem.runtime.request.process_memory import read_process_memory
-from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.schedule.residency import Strategy
 
 if TYPE_CHECKING:
@@ -65,55 +63,9 @@ class Session:
     shapes bind another variant instead. Weights that both keep stay resident (docs/how-to/shapes.md).
     """
 
-    def __init__(
-        self,
-        bundle: Bundle | str | Path | bytes | onnx.ModelProto,
-        *,
-        device: str = "auto",
-        mode: TransferMode | Literal["auto"] = "auto",
-        strategy: Strategy | Literal["auto"] = "auto",
-        budget: int | str | None = None,
-        host_budget: int | str | None = None,
-        process_memory: int | str | None = None,
-        lanes: bool = True,
-        trace: bool = False,
-        verify_weights: bool = False,
-        check_kernels: bool = False,
-        build_apart: bool = True,
-        prepare: bool = True,
-        **compiling: Unpack[ModelOptions],
-    ) -> None:
+    @initialised_by(SessionCall)
+    def __init__(self, call: SessionCall) -> None:
         """Prepare everything but the weights (`strategy` "preload": weights too).
-
-        Args:
-            bundle: a bundle or its path. Or a model, which is compiled first unless the user's cache has its bundle: the path
-                of an ONNX or GGUF file, the bytes of an ONNX file, or an `onnx.ModelProto`. `flashmem run` uses the same cache.
-            device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
-            mode: how weights are transferred; "auto" selects the mode of the bundle's plan, else the device's first.
-            strategy: "auto" follows the plan, of any strategy. "preload" makes everything resident first, as other engines do.
-                Any other name must be the strategy that the bundle was compiled with.
-            budget: most bytes to hold; the bundle's by default, and no limit with "preload". A model is compiled for it.
-            host_budget: most bytes of pinned host memory, for a device with memory of its own: for staging and outputs, and for
-                weights that later runs copy from there instead of reading them. "auto": half of the
-                memory that the system has left, at most what the session can use; nothing where host and device share memory.
-                None: no limit, and no weights are kept on the host.
-            process_memory: most bytes that the whole process may hold resident, in place of `budget`. The budget is then less
-                by what the process holds when the device's context exists, and by `SLACK` of
-                `flashmem.runtime.request.process_memory`. The model is planned for it, if its own plan needs more.
-            lanes: in mode "interleave", whether kernels copy weights while they compute; if not, separate launches between them
-                copy, for comparison.
-            trace: record when each launch ran on the device.
-            verify_weights: compare every slice and table row that is read with its checksum; damage fails the run. Constants
-                are always compared.
-            check_kernels: before anything runs, check the kernels that no earlier check has found right on this device, in
-                child processes (docs/reference/internals/kernel-check.md). A kernel that its driver miscompiles is compiled
-                without optimisation, or refused.
-            build_apart: build kernels that no cache has in child processes, whose memory is freed when they end. If not, they
-                are built in this process, which then keeps a compiler's 200 to 400 MB. False is for callers that open many
-                sessions, or cannot start processes.
-            prepare: between two runs, begin the loads of the next one, and prepare the bundle's steady kernels for later runs.
-                A session that traces prepares nothing.
-            compiling: for a model: options of `flashmem.compile`, for instance `precision` or `shapes`.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, a host budget
@@ -122,57 +74,50 @@ class Session:
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
-        if not is_model(bundle) and not isinstance(bundle, Bundle | str | Path):
-            raise UserError(f"a session is opened with a bundle, a model or the path of one, not with {described(bundle)}")
-        if not isinstance(device, str):
-            raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
-        if process_memory is not None and (budget is not None or host_budget is not None):
+        if not is_model(call.bundle) and not isinstance(call.bundle, Bundle | str | Path):
+            raise UserError(f"a session is opened with a bundle, a model or the path of one, not with {described(call.bundle)}")
+        if not isinstance(call.device, str):
+            raise UserError(f"the device is {described(call.device)}; give its name as text, or 'auto'")
+        if call.process_memory is not None and (call.budget is not None or call.host_budget is not None):
             raise UserError("the process memory gives the budget; give either it or budgets")
-        self.process_memory = None if process_memory is None else read_process_memory(process_memory)
+        self.process_memory = call.process_memory
 
         def find() -> Bundle:
-            return bundle_for(
-                bundle,
-                device=device,
-                mode=mode,
-                strategy=strategy,
-                budget=budget,
-                host_budget=host_budget,
-                build=build_apart,
-                options=compiling,
-            )
+            return bundle_for(call.bundle, call, build=call.build_apart)
 
         begin_to_start_drivers()
-        compiled = find() if is_model(bundle) else None
-        with DeviceOpening(device, prefer=_device_of(compiled or bundle), profiling=trace) as opening:
+        compiled = find() if is_model(call.bundle) else None
+        with DeviceOpening(call.device, prefer=_device_of(compiled or call.bundle), profiling=call.trace) as opening:
             opened = compiled or find()
             in_use = opening.found()
             self.device = in_use.device
-            self.last_run: RunReport | None = None
             self._process = os.getpid()
             self._alone = OneThread()
             self._background = BackgroundRuns[list[Array]]()
             opened = for_processor(opened, self.device)
-            self.strategy: Strategy = choose_strategy(opened.plan, strategy)
-            opened, self.mode = fitted(opened, self.device, mode, self.strategy)
-            if check_kernels:
+            self.strategy: Strategy = choose_strategy(opened.plan, call.strategy)
+            opened, self.mode = fitted(opened, self.device, call.mode, self.strategy)
+            if call.check_kernels:
                 check_bundle_kernels(opened, self.device)
-            self._plans = plans = SessionPlans(opened, self.device, self.mode, self.strategy)
+            plans = SessionPlans(opened, self.device, self.mode, self.strategy)
+            budget = call.budget
             if self.process_memory is not None:
                 in_use.open()
                 budget = plans.fit_process(self.process_memory, in_use.start_rss)
-            plans.choose(budget, host_budget)
+            plans.choose(budget, call.host_budget)
             in_use.budget.limit = plans.budget
-            file = OpenedBundle(self.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
-            self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
-            self._memory = BoundMemory(self._engine)
+            file = OpenedBundle(
+                plans.ready.bundle, self.device, self.mode, verify_weights=call.verify_weights, lanes=call.lanes
+            )
+            prefetches = call.prepare and not call.trace
+            self._engine = Engine(file, in_use, apart=call.build_apart, warm_up=prefetches)
+            check = BackgroundCheck(opened, self.device) if call.build_apart and prefetches else None
+            self._planned = PlannedEngine(self._engine, plans, prefetches=prefetches, check=check)
             try:
-                self._bind(in_use)
+                self._planned.bind(in_use)
             except BaseException:
                 self._engine.close("it could not be opened")
                 raise
-        self._prefetches = prepare and not trace
-        self._check = BackgroundCheck(opened, self.device) if build_apart and self._prefetches else None
         self._engine.stop_with(self)
         _open.add(self)
         if self.strategy == "preload":
@@ -183,20 +128,14 @@ class Session:
                 raise
         self._engine.opening_seconds = perf_counter() - begun
 
-    def _bind(self, in_use: DeviceInUse) -> None:
-        """Bind the program. What needs no context comes first, since that is still being made.
+    @property
+    def last_run(self) -> RunReport | None:
+        """The report of the last run; None before the first one."""
+        return self._planned.last_run
 
-        Raises:
-            RunError: the device or the budget refuses.
-        """
-        plans, engine = self._plans, self._engine
-        plan, layout = plans.ready.plan, plans.ready.layout
-        engine.opened.announce(plan, layout)
-        engine.bindings.kernels_for(plan)  # reads those that are compiled
-        in_use.open()
-        if plans.host is not None:
-            engine.opened.tier = HostTier(in_use.context, plans.host.budget, plans.host.slices)
-        engine.bindings.bind(plan, layout, in_use.ledger(), in_use.queue)
+    @property
+    def _plans(self) -> SessionPlans:
+        return self._planned.plans
 
     @property
     def budget(self) -> int | None:
@@ -313,58 +252,8 @@ class Session:
         """
         since = perf_counter()
         return self._alone.during(
-            "run", lambda: self._run_alone(output_names, kept_names, inputs, control, since=since), control.until
+            "run", lambda: self._planned.run(output_names, kept_names, inputs, control, since=since), control.until
         )
-
-    def _run_alone(
-        self,
-        output_names: Sequence[str] | None,
-        kept_names: Sequence[str],
-        inputs: Mapping[str, Any],
-        control: RunControl,
-        *,
-        since: float,
-    ) -> tuple[list[Array], list[OutputValue]]:
-        """As `_run`, once no other thread uses the session."""
-        engine = self._engine
-        if engine.failure is not None:
-            raise RunError(f"the session is closed ({engine.failure}); open a new one")
-        if control.stops():
-            raise RunStoppedError("the run was stopped before it began")
-        plans = self._plans
-        program = plans.ready.program
-        names = [] if kept_names and output_names == [] else chosen_outputs(program.outputs, output_names)
-        kept_names = chosen_outputs(program.outputs, kept_names) if kept_names else []
-        if are_exactly(plans.ready.takes, inputs):  # as in the last run
-            given, fitting = dict[str, Input](inputs), plans.ready
-        else:
-            given = arrays_by_name(inputs, program.inputs)
-            fitting = plans.variants[fitting_variant([each.program.inputs for each in plans.variants], given)]
-        if program.states:
-            self._bound_states().check_whole(state.name for state in program.states)
-        if self._check is not None:
-            self._check.warn()
-        try:
-            if fitting is not plans.ready:
-                engine.change_variant(engine.opened.variant(fitting.bundle), fitting.plan, fitting.layout)
-                plans.ready = fitting
-            on_device = engine.values_on_device(kept_names, plans.needed) if kept_names else {}
-            every = [*names, *(name for name in kept_names if name not in on_device)]
-            results, self.last_run = engine.run(every, given, self._memory, control, since=since, kept=on_device)
-            if self._prefetches:
-                engine.prefetch()
-            if self._check is not None:
-                self._check.begin()
-        except BaseException as error:
-            failure = engine.failed(error)
-            if failure is error:
-                raise
-            raise failure from failure.__cause__
-        if not kept_names:
-            return results, []
-        in_host = dict(zip(every, results, strict=True))
-        values = [on_device.get(name) or OutputValue.in_host_memory(in_host[name]) for name in kept_names]
-        return results[: len(names)], values
 
     def outputs(self, *names: str) -> dict[str, Array]:
         """Outputs of the last run that it was not asked for, by name: they are copied from the device now, and only now.
@@ -374,18 +263,7 @@ class Session:
                 before, another part of the model has used its memory, or no run has ended.
             RunError: the session is closed, or the device fails, which closes it.
         """
-        return self._alone.during("outputs", lambda: self._outputs(names))
-
-    def _outputs(self, names: Sequence[str]) -> dict[str, Array]:
-        self._bound_states()
-        wanted = chosen_outputs(self._plans.ready.program.outputs, names)
-        if lost := [name for name in wanted if name not in self._engine.left]:
-            raise ValueError(f"the last run has no output {lost[0]!r} left; name it when you call run")
-        try:
-            return self._engine.later_outputs(wanted)
-        except BaseException as error:
-            self._engine.failed(error)
-            raise
+        return self._alone.during("outputs", lambda: self._planned.outputs(names))
 
     @property
     def bundle(self) -> Bundle:
@@ -416,7 +294,7 @@ class Session:
             ValueError: an unknown name.
             RunError: the session is closed, or the device fails.
         """
-        return self._alone.during("states", lambda: self._bound_states().read(names))
+        return self._alone.during("states", lambda: self._planned.states.read(names))
 
     def set_states(self, states: Mapping[str, Any]) -> None:
         """Continue from other states: those of `states`, given as `states()` returns them. The others keep their values.
@@ -426,17 +304,12 @@ class Session:
             RunError: the session is closed, or the device fails.
         """
         self._alone.during(
-            "set_states", lambda: self._bound_states().write(arrays_by_name(states, self._plans.ready.program.states))
+            "set_states", lambda: self._planned.states.write(arrays_by_name(states, self._plans.ready.program.states))
         )
 
     def reset(self) -> None:
         """Set all states to zeros, as they are when a session opens. Raises RunError like `states`."""
-        self._alone.during("reset", lambda: self._bound_states().reset())
-
-    def _bound_states(self) -> States:
-        if self._engine.failure is not None or self._engine.bound is None:
-            raise RunError(f"the session is closed ({self._engine.failure}); open a new one")
-        return self._engine.bound.states
+        self._alone.during("reset", lambda: self._planned.states.reset())
 
     def prefetch(self) -> None:
         """Begin to load the first weights of the next run now, as a session does after each run (`prepare`). Returns at once.
@@ -446,16 +319,7 @@ class Session:
         Raises:
             RunError: the session is closed, or called inside a run of the same thread.
         """
-        self._alone.during("prefetch", self._prefetch)
-
-    def _prefetch(self) -> None:
-        self._bound_states()
-        if self._engine.current is None:
-            try:
-                self._engine.prefetch()
-            except BaseException as error:  # Ctrl-C; others are warnings
-                self._engine.failed(error)
-                raise
+        self._alone.during("prefetch", self._planned.prefetch)
 
     def set_budget(self, budget: int | str | None) -> None:
         """Change the most bytes to hold, between two runs: plans the model again for `budget`; None for no limit.
@@ -469,19 +333,7 @@ class Session:
         limit = None if budget is None else parse_size(budget, what="budget")
         if self.host_budget is not None:
             raise UserError("the session has a host budget too, and keeps both; open another session for another budget")
-        self._alone.during("set_budget", lambda: self._set_budget(limit))
-
-    def _set_budget(self, limit: int | None) -> None:
-        self._bound_states()
-        plans = self._plans.with_budget(limit)
-        try:
-            self._engine.follow(plans.ready, limit, plans.needed)
-        except BudgetError:
-            raise
-        except BaseException as error:
-            self._engine.failed(error)
-            raise
-        self._plans = plans
+        self._alone.during("set_budget", lambda: self._planned.set_budget(limit))
 
     def prepared(self) -> None:
         """Wait until the steady kernels of the next run are ready, if it has any, and the host tier has its memory. For
@@ -504,8 +356,8 @@ class Session:
             self._close()
 
     def _close(self, until: float = inf) -> None:
-        if self._check is not None:
-            self._check.close()
+        if self._planned.check is not None:
+            self._planned.check.close()
         self._alone.during("close", lambda: self._engine.close("close was called"), until)
         _open.discard(self)
 

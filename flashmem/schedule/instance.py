@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from flashmem.base.types import OperatorClass, TransferMode
+from flashmem.schedule.modes import MAP, MODES
+from flashmem.schedule.modes.kind import TransferKind
 from flashmem.schedule.plan import LOADER_THREADS
 
 
@@ -85,7 +87,7 @@ class Instance:
     m_peak: int
     load_bandwidth: float
     notes: tuple[str, ...] = ()  # the assumptions behind its numbers, for the plan
-    mode: TransferMode = "map"
+    mode: TransferMode = MAP.name
     host_bandwidth: float = math.inf
     opening_seconds: float = 0.0
     piece_bytes: int = 0
@@ -93,6 +95,11 @@ class Instance:
     loader_threads: int = LOADER_THREADS
     shares_memory: bool = True
     own: OwnMemory | None = None
+
+    @property
+    def transfer(self) -> TransferKind:
+        """What its transfer mode is."""
+        return MODES[self.mode]
 
     def chunks(self, weight: WeightSpec) -> int:
         """Number of chunks of a weight: T(w) = ceil(bytes(w) / S)."""

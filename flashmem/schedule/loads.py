@@ -15,6 +15,7 @@ from flashmem.base.pages import page_size, whole_pages
 from flashmem.base.types import TransferMode
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import PASSING_BYTES, OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 from flashmem.schedule.residency import free_from
 from flashmem.target.descriptor import Rates
@@ -43,7 +44,7 @@ def segments(part: Slice, mode: TransferMode, most: int = PASSING_BYTES) -> tupl
     They are whole rows of an image, or whole pages in mode `map`. Small segments keep the readahead of the disk short. One
     segment is one copy, because copies cost a driver more than their bytes do.
     """
-    unit = part.row_pitch if part.is_image and mode != "map" else page_size()
+    unit = part.row_pitch if part.is_image and not MODES[mode].by_pages else page_size()
     units = -(-part.file_bytes // unit)
     passing = passing_bytes(part, most)
     count = 1 if part.file_bytes <= passing else -(-units // (passing // unit))
@@ -108,11 +109,10 @@ def planned_loads(
 
     With `segmented`, each slice but those `undivided` is divided into the segments of `mode` that pass through the ring.
     """
-    free = free_from(plan, slices, layout, mode)
+    free, kind = free_from(plan, slices, layout, mode), MODES[mode]
 
     def order(w: PlannedWeight) -> tuple[int, ...]:
-        needed = w.first_mover if mode == "interleave" and not w.preload else w.first_use
-        return (max(w.read_layer, 1) if mode == "map" else 0, needed, w.first_use)
+        return (max(w.read_layer, 1) if kind.by_pages else 0, kind.needed_at(w), w.first_use)
 
     loads: list[Load] = []
     most = layout.segment_bytes or PASSING_BYTES

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from flashmem.base.types import Channel, TransferMode
 from flashmem.base.units import format_size
 from flashmem.program.tensors import Slice
+from flashmem.schedule.modes import MAP, MODES
+from flashmem.schedule.modes.kind import TransferKind
 from flashmem.schedule.objectives import KINDS, ObjectiveKind
 
 Units = Literal["share", "printed"]
@@ -228,7 +230,7 @@ class OverlapPlan:
     layouts: dict[str, PoolLayout] = field(default_factory=dict)  # by transfer mode
     strategy: Strategy = "stream"
     member: Member = "stream"
-    mode: TransferMode = "map"
+    mode: TransferMode = MAP.name
     relaxed: tuple[tuple[int, int], ...] = ()
     piece_bytes: int = PASSING_BYTES
     units: Units = "printed"
@@ -243,6 +245,11 @@ class OverlapPlan:
     def kind(self) -> ObjectiveKind:
         """The objective."""
         return KINDS[self.objective_kind]
+
+    @property
+    def transfer(self) -> TransferKind:
+        """What its transfer mode is."""
+        return MODES[self.mode]
 
     @property
     def prices(self) -> tuple[float, float]:

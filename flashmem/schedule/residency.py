@@ -13,6 +13,7 @@ from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, TransferMode
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
 from flashmem.schedule.buffer_slots import in_slots, staging_slots
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import OverlapPlan, PoolLayout, TextureSlot, passing_bytes
 from flashmem.schedule.plan import Strategy as PlannedStrategy
 
@@ -31,7 +32,7 @@ def streamed_layout(program: Program, plan: OverlapPlan, mode: TransferMode, *, 
         modes = ", ".join(plan.layouts) or "none"
         raise UserError(f"the bundle has no layout for transfer mode {mode!r}, only for: {modes}; name one of them or compile")
     layout = plan.layouts[mode]
-    if shares_memory or mode not in ("dma", "interleave"):
+    if shares_memory or not MODES[mode].copies:
         return layout
     return with_host_ring(program, layout if not plan.shares_memory else _in_slots(program, plan, mode, layout))
 
@@ -68,7 +69,7 @@ def _in_slots(program: Program, plan: OverlapPlan, mode: TransferMode, layout: P
     """`layout`, planned for shared memory, with slots in place of one buffer."""
     slices = {part.name: part for part in program.slices}
     planned = [(slices[w.name], w) for w in plan.weights]
-    begins = [w.first_mover if mode == "interleave" else w.read_layer for w in plan.weights]
+    begins = [MODES[mode].home_from(w) for w in plan.weights]
     layout = in_slots(layout, planned, begins, len(plan.capacities))
     if not layout.staging:
         return layout
@@ -89,9 +90,9 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
     release times.
     """
     streamed = sorted((w for w in plan.weights if not w.preload), key=lambda w: w.read_layer)
-    if mode == "map" or plan.strategy != "stream":
+    if MODES[mode].by_pages or plan.strategy != "stream":
         return {w.name: w.read_layer - 1 for w in streamed}
-    staging = mode == "interleave"
+    staging = MODES[mode].by_kernels
     offsets, total = (layout.staging, layout.staging_bytes) if staging else (layout.offsets, layout.pool_bytes)
     slot_of = layout.staging_slot_of if staging else layout.slot_of
     pages = np.zeros(total // POOL_ALIGNMENT + 1, np.int64)  # by page, the last layer that uses its content
@@ -118,7 +119,7 @@ def share_places(
     If so, resident slices stay valid when a session changes to another shape variant. In mode `map` the places are pages of the
     file, which are always the same.
     """
-    if mode == "map":
+    if MODES[mode].by_pages:
         return True
     same = (before.pool_bytes, before.offsets, before.slots, before.slot_of) == (
         after.pool_bytes, after.offsets, after.slots, after.slot_of
@@ -134,16 +135,17 @@ def preloaded(plan: OverlapPlan) -> OverlapPlan:
 
 def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shares_memory: bool) -> PoolLayout:
     """A layout in which every slice has its own memory, with the staging that loads of `mode` need."""
-    unit = program.page_bytes if mode == "map" else POOL_ALIGNMENT
+    kind = MODES[mode]
+    unit = program.page_bytes if kind.by_pages else POOL_ALIGNMENT
     sizes = {part.name: -(-part.file_bytes // unit) * unit for part in program.slices}
-    if mode == "map":
+    if kind.by_pages:
         return PoolLayout(mapped_peak_bytes=sum(sizes.values()), resident_bytes=sum(sizes.values()), threads=threads)
     offsets: dict[str, int] = {}
     slots: list[TextureSlot] = []
     slot_of: dict[str, int] = {}
     end = 0
     for part in program.slices:
-        if part.is_image and mode != "alias":
+        if part.is_image and kind.copies:
             slot_of[part.name] = len(slots)
             nbytes = part.width * part.height * TEXEL_BYTES[part.channel]
             slots.append(TextureSlot(part.width, part.height, part.channel, nbytes))
@@ -154,7 +156,7 @@ def preloaded_layout(program: Program, mode: TransferMode, threads: int, *, shar
     layout = PoolLayout(
         pool_bytes=end, offsets=offsets, slots=tuple(slots), slot_of=slot_of, resident_bytes=resident, threads=threads
     )
-    if mode == "alias":
+    if not kind.copies:
         return layout
     return replace(layout, ring_bytes=threads * _largest_piece(program)) if shares_memory else with_host_ring(program, layout)
 

@@ -153,10 +153,6 @@ class Rates:
         """FLOP per second of a kernel family (`KernelShape.family`)."""
         return self.conv_flops or self.gemm_flops if family in ("conv", "depthwise") else self.gemm_flops
 
-    def transfer_bandwidth(self, mode: TransferMode) -> float:
-        """Bytes per second of the last step of `mode`: a read into shared memory (`alias`), or a copy."""
-        return self.cached_bandwidth if mode == "alias" else self.copy_bandwidth
-
 
 @dataclass(frozen=True)
 class DeviceDescriptor:

@@ -18,9 +18,9 @@ from flashmem.compiler.frontend.language.candidates import with_candidates
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph, GraphPort
 from flashmem.compiler.kernels.contraction.configs import FEW_ROWS, SlicedContraction
+from flashmem.compiler.kernels.indexing.quantised_rows import row_bytes
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.operators import why_unsupported
-from flashmem.compiler.operators.quantised_rows import row_bytes
 from flashmem.profiler.cases import Precision, targets_of
 from flashmem.profiler.phone_kit.models import families
 from flashmem.profiler.shapes import Attention, RowSoftmax

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashmem.base.child_processes import module_environment, python_module
-from flashmem.base.types import TRANSFER_MODES
+from flashmem.schedule.modes import MODES
 from flashmem.tools.verify import TOLERANCE, compare
 
 from ..dataset import SUFFIX
@@ -130,7 +130,7 @@ def correctness(kit: KitRun) -> list[Json]:
     """
     found = []
     for bundle in kit.bundles():
-        found += [_run(kit, bundle, mode, 60) for mode in TRANSFER_MODES]
+        found += [_run(kit, bundle, mode, 60) for mode in MODES]
     wrong = [f"{each['model']}, {each['memory_path']}, {each['mode']}: {each['said']}" for each in found if _is_bad(each)]
     if wrong:
         raise StepFailedError("; ".join(wrong), found)
@@ -174,7 +174,7 @@ def streamed(kit: KitRun) -> list[Json]:
     found = []
     for bundle in kit.bundles():
         if bundle.model == STREAMED:
-            for words in (*(("--mode", mode) for mode in TRANSFER_MODES), ("--strategy", "preload")):
+            for words in (*(("--mode", mode) for mode in MODES), ("--strategy", "preload")):
                 _drop(bundle.folder)
                 found.append(_run(kit, bundle, words[1], 40, words=(*words, "--repeat", str(_REPEATS))))
     wrong = [f"{each['memory_path']}, {each['mode']}: {each['said']}" for each in found if _is_bad(each)]
@@ -254,7 +254,7 @@ def _run(kit: KitRun, bundle: KitBundle, mode: str, seconds: float, *, words: tu
     ended = kit.child(seconds, "flashmem", "run", bundle.folder, *given, *chosen)
     row["seconds"] = round(ended.seconds, 3)
     if not ended.ok:
-        lacks = ended.code == _REFUSED and mode in TRANSFER_MODES and mode not in kit.device.modes.get(bundle.memory_path, ())
+        lacks = ended.code == _REFUSED and mode in MODES and mode not in kit.device.modes.get(bundle.memory_path, ())
         return row | {"outcome": "refused" if lacks else "failed", "said": ended.said}
     wanted = kit.contents.answers(bundle.model)
     with np.load(output) as file:

@@ -86,7 +86,7 @@ def page() -> str:
     passed, total = (sum(count[i] for count in tests.values()) for i in (0, 1))
     parts = [_HEAD, f"\nOf all {total} node tests {passed} pass.\n", _ODD]
     for family in FAMILIES:
-        name = family.__name__.rsplit(".", 1)[1]
+        name = family.__name__.removesuffix(".operators").rsplit(".", 1)[1]
         operators = [each for each in REGISTRY.values() if each.onnx and each.family == family.__name__]
         if not operators:  # a family of the compiler's own
             continue

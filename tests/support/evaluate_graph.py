@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import Dimension
-from flashmem.compiler.operators.attention import Access
+from flashmem.compiler.kernels.attention.operators import Access
 
 Array = NDArray[Any]
 

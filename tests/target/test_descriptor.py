@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.base.types import TRANSFER_MODES
 from flashmem.compiler.configs.listed import configs_of
 from flashmem.compiler.kernels.contraction.configs import Contraction, SlicedContraction
 from flashmem.planning.capacity.compiled import load_codes
 from flashmem.profiler.phone_compilers.gpus import GPUS
+from flashmem.schedule.modes import MODES
 from flashmem.target.descriptor import DeviceDescriptor, PlainTile, Rates, descriptor_names, load_descriptor
 from tests.support.paths import ROOT
 
@@ -31,15 +31,15 @@ def test_a_shipped_descriptor_makes_sense(name: str) -> None:
     assert set(descriptor.modes) == set(descriptor.memory_paths) <= {"buffer", "texture"}
     for modes in descriptor.modes.values():
         assert modes, "a memory path without a transfer mode cannot run"
-        assert set(modes) <= set(TRANSFER_MODES)
+        assert set(modes) <= set(MODES)
     tile = descriptor.tile
     assert tile.columns % tile.vector == 0, "a panel is a whole number of vectors"
     assert min(tile.rows, tile.columns, tile.vector, tile.lanes, *tile.local_size) >= 1
     assert all(
         rate > 0 for name, rate in vars(descriptor.rates).items() if name not in ("contention", "conv_flops", "run_seconds")
     )
-    assert all(mode in TRANSFER_MODES and share >= 0 for mode, share in descriptor.rates.contention.items())
-    assert set(descriptor.rates.contention) >= set(TRANSFER_MODES) - ({"map"} if descriptor.kind == "gpu" else set())
+    assert all(mode in MODES and share >= 0 for mode, share in descriptor.rates.contention.items())
+    assert set(descriptor.rates.contention) >= set(MODES) - ({"map"} if descriptor.kind == "gpu" else set())
     assert "contention" in descriptor.sources
     assert not descriptor.probed, "results of probes are of one device, not of its kind"
     assert set(descriptor.sources) <= {*vars(descriptor.rates), *vars(descriptor)}, "a source must be of something"

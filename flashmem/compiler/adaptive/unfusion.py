@@ -18,11 +18,12 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.planning.limits import Limits
 from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
+from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import OverlapPlan
 
 BATCH = 8
@@ -97,7 +98,7 @@ def may_refine(limits: Limits, mode: TransferMode) -> bool:
     Without a limit on memory, only kernels that move weights, and objectives that C_l limits, need capacity.
     """
     limited = limits.budget is not None or limits.m_peak is not None
-    matters = limited or objective_of(limits.resolved_objective).needs_capacity or mode == "interleave"
+    matters = limited or objective_of(limits.resolved_objective).needs_capacity or MODES[mode].by_kernels
     return limits.unfusion and limits.strategy == "stream" and matters
 
 

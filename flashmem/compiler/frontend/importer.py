@@ -29,10 +29,10 @@ from flashmem.compiler.frontend.states import named_states, with_states
 from flashmem.compiler.frontend.validation import check_structure, printable, tidy
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.compiler.ir.limits import check_size, nodes_of
+from flashmem.compiler.kernels.selection.operators import SHAPED_BY_DATA
 from flashmem.compiler.operators import is_native
 from flashmem.compiler.operators.quantization import linear_constant
 from flashmem.compiler.operators.registry import NEWEST_OPSET
-from flashmem.compiler.operators.selection import SHAPED_BY_DATA
 
 OPSETS = range(7, min(NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1)
 """Supported versions of the ONNX operator set, limited to those of the installed onnx."""

@@ -1,33 +1,34 @@
-"""Operators that flashmem can run: one declaration each, one module for each family; `registry` explains the fields."""
+"""Operators that flashmem can run: one declaration each; `registry` explains the fields.
+
+Those with a kernel are declared in the folders of their kernel families (`compiler.kernels`), all others here.
+"""
 
 from __future__ import annotations
 
+from flashmem.compiler.kernels.attention import operators as attention
+from flashmem.compiler.kernels.candidates import operators as candidates
+from flashmem.compiler.kernels.contraction import integer_products
+from flashmem.compiler.kernels.contraction import operators as contraction
+from flashmem.compiler.kernels.indexing import operators as indexing
+from flashmem.compiler.kernels.indexing import quantised_rows
+from flashmem.compiler.kernels.movement import operators as movement
+from flashmem.compiler.kernels.recurrent import operators as recurrent
+from flashmem.compiler.kernels.reduction import determinant, normalization
+from flashmem.compiler.kernels.reduction import operators as reduction
+from flashmem.compiler.kernels.rotary import operators as rotary
+from flashmem.compiler.kernels.sampling import operators as sampling
+from flashmem.compiler.kernels.selection import operators as selection
+from flashmem.compiler.kernels.spatial import pooling, resize
+from flashmem.compiler.kernels.suppression import operators as suppression
 from flashmem.compiler.operators import (
     activation,
     arithmetic,
-    attention,
-    candidates,
     casting,
-    contraction,
-    determinant,
     einsum,
-    indexing,
-    integer_products,
     logic,
-    movement,
-    normalization,
-    pooling,
-    quantised_rows,
     quantization,
     random_numbers,
-    recurrent,
-    reduction,
-    resize,
-    rotary,
-    sampling,
-    selection,
     spectral,
-    suppression,
 )
 from flashmem.compiler.operators.registry import REGISTRY, Operator, is_elementwise, is_native, why_unsupported
 

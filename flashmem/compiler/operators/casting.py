@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Node
-from flashmem.compiler.operators.movement import rewrite_reshape
+from flashmem.compiler.kernels.movement.operators import rewrite_reshape
 from flashmem.compiler.operators.registry import ANY, Operator, elementwise, register
 from flashmem.compiler.operators.vector import Vector, truncated
 

@@ -1,4 +1,4 @@
-"""Attention matching: softmax(f(Q K^T)) V becomes one operator, without scores in memory (`compiler.operators.attention`).
+"""Attention matching: softmax(f(Q K^T)) V becomes one operator, without scores in memory (`compiler.kernels.attention`).
 
 Once it is decomposed, the graph of every exporter has this pattern. It is a product of two activations, elementwise operators
 on its result (a scale, masks, biases, a soft cap), Softmax over the last axis, and another product. No other node may read a
@@ -21,8 +21,8 @@ from flashmem.compiler.ir.strided import StridedView
 from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.view_nodes import constant_factor
 from flashmem.compiler.kernels.attention.configs import LARGEST_HEAD
+from flashmem.compiler.kernels.attention.operators import Scores, ScoreStep, access, stack
 from flashmem.compiler.operators import is_elementwise
-from flashmem.compiler.operators.attention import Scores, ScoreStep, access, stack
 from flashmem.compiler.operators.rewriting import reshaped
 from flashmem.compiler.passes.attention_band import LOWEST, split_band
 from flashmem.compiler.passes.fusion import MAX_EPILOGUE, MAX_OPERANDS
@@ -43,7 +43,7 @@ class _Operand:
 class _Match:
     """A match of attention: its two products, the operators on its scores, and their operands; `scale`: of each score.
 
-    `ends` and `filled`: see `compiler.operators.attention`.
+    `ends` and `filled`: see `compiler.kernels.attention.operators`.
     """
 
     first: Node

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.operators.attention import Band
+from flashmem.compiler.kernels.attention.operators import Band
 
 LOWEST = -1e30
 """A score of this or less has no weight beside others."""

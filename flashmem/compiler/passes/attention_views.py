@@ -11,7 +11,7 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import StridedView
 from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.view_nodes import view_of
-from flashmem.compiler.operators.attention import access, stack
+from flashmem.compiler.kernels.attention.operators import access, stack
 
 
 def fold_attention_views(graph: Graph) -> Graph:

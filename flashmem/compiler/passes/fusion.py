@@ -20,8 +20,8 @@ from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import Factor, StridedView, merged
+from flashmem.compiler.kernels.reduction.operators import whole_rows
 from flashmem.compiler.operators import REGISTRY, is_elementwise
-from flashmem.compiler.operators.reduction import whole_rows
 
 MAX_EPILOGUE = 24
 """The most operators in one epilogue: with more, a kernel has too few registers."""

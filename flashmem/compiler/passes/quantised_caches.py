@@ -1,8 +1,8 @@
 """Quantised caches: a state that only attention reads, a cache of keys or values, is stored in int8 (`--state-precision int8`).
 
-Each row of a head has int8 codes and one scale (`compiler.operators.quantised_rows`). New rows are quantised by the launch that
-writes them, and attention multiplies scores by the scales of keys, and weights by those of values, so that no cache of floats
-exists. A state is such a cache if
+Each row of a head has int8 codes and one scale (`compiler.kernels.indexing.quantised_rows`). New rows are quantised by the
+launch that writes them, and attention multiplies scores by the scales of keys, and weights by those of values, so that no cache
+of floats exists. A state is such a cache if
 
 - a run writes rows into it (`ScatterAt`), and nothing else reads it before that;
 - attention alone reads the result, as keys or values, by whole rows;
@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 from flashmem.compiler.ir.strided import Dimension
 from flashmem.compiler.ir.users import Readers
-from flashmem.compiler.operators.attention import Access
-from flashmem.compiler.operators.quantised_rows import row_bytes, scale_offset
+from flashmem.compiler.kernels.attention.operators import Access
+from flashmem.compiler.kernels.indexing.quantised_rows import row_bytes, scale_offset
 
 _READ_AS = {1: "key", 2: "value"}
 """The attribute of a FusedAttention with the access to an input that may be a cache."""

@@ -1,4 +1,4 @@
-"""Rotary matching: rotary positions become one operator, however they are written (`compiler.operators.rotary`).
+"""Rotary matching: rotary positions become one operator, however they are written (`compiler.kernels.rotary.operators`).
 
 ONNX and ONNX Runtime have an operator for them, whose definition the importer writes out; exporters write Slice, Neg, Concat,
 Mul and Add. All compute each element of a row as x[j] * cos[c] + sign * x[k] * sin[s]. So the matcher does not compare nodes.
@@ -35,7 +35,7 @@ _Columns = NDArray[Any]
 
 @dataclass(frozen=True)
 class _Match:
-    """Rotary positions of `x` by tables of `width` columns, which `node` computes; see `compiler.operators.rotary`."""
+    """Rotary positions of `x` by tables of `width` columns, which `node` computes; see `compiler.kernels.rotary.operators`."""
 
     node: Node
     x: Value

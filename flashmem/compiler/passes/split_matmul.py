@@ -24,7 +24,7 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import StridedView, merged
 from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.view_nodes import KEPT, constant_factor, emit_view
-from flashmem.compiler.operators.attention import is_attended
+from flashmem.compiler.kernels.attention.operators import is_attended
 from flashmem.compiler.passes.patterns import is_by_column
 
 Columns = tuple[int, int]

@@ -21,8 +21,8 @@ from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import Dimension, ElementOrder, Factor, StridedView, merged, row_major
 from flashmem.compiler.ir.users import Readers
 from flashmem.compiler.ir.view_nodes import emit_view
+from flashmem.compiler.kernels.attention.operators import is_attended
 from flashmem.compiler.operators import REGISTRY, is_elementwise
-from flashmem.compiler.operators.attention import is_attended
 from flashmem.compiler.operators.rewriting import reshaped
 
 _POOLING = ("MaxPool", "AveragePool", "LpPool")

@@ -72,7 +72,7 @@ def durations(instance: Instance, moves: Moves) -> list[float]:
 
 def needed_at(instance: Instance, moves: Moves | None) -> dict[str, int]:
     """By weight, the layer that waits for its read: the first that uses it or, in `interleave`, that moves it."""
-    if moves is None or instance.mode != "interleave":
+    if moves is None or not instance.transfer.by_kernels:
         return {w.name: w.first_use for w in instance.weights}
     return {w.name: moves[w.name][0][0] if moves.get(w.name) else w.first_use for w in instance.weights}
 

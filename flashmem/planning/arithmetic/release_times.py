@@ -39,7 +39,7 @@ def held_bytes(instance: Instance, releases: Mapping[str, int], moves: Moves, ke
         if w.name not in moves:
             continue
         home = release = releases[w.name]
-        if instance.mode == "interleave":
+        if instance.transfer.by_kernels:
             home = moves[w.name][0][0]
             change[release] += w.nbytes
             change[moves[w.name][-1][0] + 1] -= w.nbytes

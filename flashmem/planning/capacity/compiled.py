@@ -18,6 +18,7 @@ from flashmem.base.errors import UserError
 from flashmem.base.resources import read_text
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.program.launches import Launch
+from flashmem.schedule.modes import MODES
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.target.pipelines import Pipelines
 
@@ -158,19 +159,19 @@ class CompiledCode:
 
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
         """Latency with the work of a transfer added to each pipeline; in mode `dma`, as by the roofline's contention."""
-        if mode not in ("alias", "interleave", "map"):
+        if MODES[mode].by_engine:
             alone, rates = self.seconds(launch, weight_bytes), self._descriptor.rates
-            return alone + rates.contention_of(mode) * streamed_bytes / rates.transfer_bandwidth(mode)
+            return alone + rates.contention_of(mode) * streamed_bytes / MODES[mode].last_bandwidth(rates)
         busy, each = self.busy(launch, weight_bytes), self._each_byte(mode)
         loaded = max(busy.get(name, 0.0) + each.get(name, 0.0) * streamed_bytes for name in {*busy, *each})
         return loaded + self._descriptor.rates.launch_seconds
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
         """The bytes for which the first pipeline has no time left."""
-        if mode not in ("alias", "interleave", "map"):
+        if MODES[mode].by_engine:
             contention, alone = self._descriptor.rates.contention_of(mode), self.seconds(launch, weight_bytes)
             share = min(slowdown / max(contention, 1e-9), 1.0 + slowdown)
-            return share * alone * self._descriptor.rates.transfer_bandwidth(mode)
+            return share * alone * MODES[mode].last_bandwidth(self._descriptor.rates)
         return min(self.room(launch, weight_bytes, slowdown, mode).values())
 
     def room(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> dict[str, float]:
@@ -186,9 +187,9 @@ class CompiledCode:
         it. With `interleave` the kernel's copy stream reads and writes it again, by instructions of its own.
         """
         rates, p = self._descriptor.rates, self._pipelines
-        each = {"memory": 1 / rates.memory_bandwidth, "host": 1 / rates.transfer_bandwidth("alias")}
+        each = {"memory": 1 / rates.memory_bandwidth, "host": 1 / rates.cached_bandwidth}
         lanes = [code for code in self._codes.get(LANE, []) if code.memory_path == self._path]
-        if mode == "interleave" and lanes:
+        if MODES[mode].by_kernels and lanes:
             cycle = 1 / (p.clock * p.reached)
             each["memory"] *= 3
             each["arithmetic"] = lanes[0].slots / p.lanes * cycle

@@ -13,8 +13,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.base.types import TRANSFER_MODES, MemoryPath, OperatorClass, TransferMode
+from flashmem.base.types import MemoryPath, OperatorClass, TransferMode
 from flashmem.program.launches import KernelShape, Launch
+from flashmem.schedule.modes import ALIAS, DMA, INTERLEAVE, MAP
 
 Matrix = NDArray[np.float32]
 
@@ -75,8 +76,11 @@ KERNEL_FEATURES: Final = (
     "log_tile_rows", "log_tile_columns", "log_k_block", "log_slice_k",
 )  # fmt: skip
 
+TRAINED_MODES: Final = tuple(kind.name for kind in (MAP, ALIAS, DMA, INTERLEAVE))
+"""The transfer modes of the measurements that models are trained on."""
+
 LOAD_FEATURES: Final = (
-    *KERNEL_FEATURES, "log_seconds", *(f"mode_{mode}" for mode in TRANSFER_MODES), "log_streamed", "ratio", "share",
+    *KERNEL_FEATURES, "log_seconds", *(f"mode_{mode}" for mode in TRAINED_MODES), "log_streamed", "ratio", "share",
 )  # fmt: skip
 """`ratio`: streamed bytes over the kernel's own. `share`: the time of the transfer alone over the time of the kernel."""
 
@@ -116,9 +120,9 @@ def load_features(
 ) -> Matrix:
     """[kernels, LOAD_FEATURES]: `kernel_features`, and the load during each kernel: `streamed` bytes at `rates` bytes a
     second."""
-    flags = np.array([[mode == known for known in TRANSFER_MODES] for mode in modes], np.float32)
+    flags = np.array([[mode == known for known in TRAINED_MODES] for mode in modes], np.float32)
     load = np.stack([np.log2(1 + streamed / 4096), streamed / own_bytes, streamed / rates / seconds], 1)
-    parts = [kernels, np.log2(seconds)[:, None], flags.reshape(len(modes), len(TRANSFER_MODES)), load]
+    parts = [kernels, np.log2(seconds)[:, None], flags.reshape(len(modes), len(TRAINED_MODES)), load]
     return np.concatenate(parts, 1).astype(np.float32)
 
 

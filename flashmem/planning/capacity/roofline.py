@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashmem.base.types import TransferMode
 from flashmem.program.launches import Launch
+from flashmem.schedule.modes import MODES
 from flashmem.target.descriptor import DeviceDescriptor
 
 
@@ -38,11 +39,11 @@ class Roofline:
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
         """Latency alone, plus the share of the transfer's time by which `mode` delays the launch."""
         rates = self._descriptor.rates
-        delay = rates.contention_of(mode) * streamed_bytes / rates.transfer_bandwidth(mode)
+        delay = rates.contention_of(mode) * streamed_bytes / MODES[mode].last_bandwidth(rates)
         return self.seconds(launch, weight_bytes) + delay
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
         """The most bytes that delay the launch by no more than `slowdown`, and can be transferred while it runs."""
         rates, alone = self._descriptor.rates, self.seconds(launch, weight_bytes)
         share = min(slowdown / max(rates.contention_of(mode), 1e-9), 1.0 + slowdown)
-        return share * alone * rates.transfer_bandwidth(mode)
+        return share * alone * MODES[mode].last_bandwidth(rates)

@@ -127,4 +127,4 @@ def _opened_again(
 
 def _waits_until(instance: Instance, w: WeightSpec, moves: Moves) -> int:
     """The layer before which a weight is freed: from staging after the last move, from its place after the last use."""
-    return (moves[w.name][-1][0] if instance.mode == "interleave" else w.last_use) + 1
+    return (moves[w.name][-1][0] if instance.transfer.by_kernels else w.last_use) + 1

@@ -42,7 +42,7 @@ def fastest_seconds(instance: Instance, preload: Collection[str]) -> float:
     streamed = [w for w in instance.weights if w.name not in preload]
     needed: list[list[WeightSpec]] = [[] for _ in range(len(instance.layers) + 1)]
     for w in instance.weights:
-        before = 1 if instance.mode == "interleave" and w.name not in preload else 0  # the layer that moves it waits for it
+        before = 1 if instance.transfer.by_kernels and w.name not in preload else 0  # the layer that moves it waits for it
         needed[max(1, w.first_use - before)].append(w)
     unit = math.gcd(0, *(w.nbytes for w in streamed)) or 1
     disk = _Disk(instance, streamed, instance.m_peak // unit * unit)

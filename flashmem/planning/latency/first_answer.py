@@ -40,7 +40,7 @@ def smallest_m_peak(instance: Instance, preload: Collection[str] = ()) -> tuple[
     first used at layer l + 1. Load capacities do not count, because they can be relaxed. In mode `interleave`, weights are
     moved in the layer before their use, and are in staging there as well. In other modes no plan needs less.
     """
-    return _in_use(instance, forced_preload(instance, preload), 2 if instance.mode == "interleave" else 1)
+    return _in_use(instance, forced_preload(instance, preload), instance.transfer.places_in_flight)
 
 
 def least_in_use(instance: Instance, preload: Collection[str] = ()) -> int:
@@ -71,7 +71,7 @@ def require_m_peak(instance: Instance, preload: Collection[str]) -> None:
     """
     smallest, binding = smallest_m_peak(instance, preload)
     if instance.m_peak < smallest:
-        twice = ", twice while they are moved," if instance.mode == "interleave" else ""
+        twice = ", twice while they are moved," if instance.transfer.by_kernels else ""
         raise BudgetError(
             f"M_peak of {instance.m_peak} bytes is too small: layer {binding!r} and the loads for the next layer{twice} need "
             f"{smallest} bytes in flight at once; raise the limit to {smallest} bytes or more",
@@ -92,7 +92,7 @@ def late_moves(
     the window has no other layers.
     """
     queue = sorted((w for w in instance.weights if releases[w.name]), key=lambda w: w.first_use)
-    waits = instance.mode == "interleave"
+    waits = instance.transfer.by_kernels
     opens = [
         min(w.first_use - 1, max(releases[w.name], bisect_left(clock.started, clock.loaded[w.name]) + 1 if waits else 0))
         for w in queue
@@ -198,12 +198,12 @@ def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near
     for step in range(_STEPS + 1):
         releases = earliest_releases(instance, preload, limit - (limit - least) * step // _STEPS)
         moves = moving(releases)
-        if instance.mode != "interleave" or int(held_bytes(instance, releases, moves).max()) <= limit:
+        if not instance.transfer.by_kernels or int(held_bytes(instance, releases, moves).max()) <= limit:
             break
     else:  # move every weight in the layer before its use, and read it as early as there is room
         moves = {w.name: ((w.first_use - 1, instance.chunks(w)),) for w in instance.weights if w.name not in preload}
         releases = releases_ahead(instance, preload, moves, limit)
-    releases, moves = filled(instance, releases, moves, limit, None if instance.mode == "interleave" else moving)
+    releases, moves = filled(instance, releases, moves, limit, None if instance.transfer.by_kernels else moving)
     releases, clock = final_releases(TimingModel(instance, moves), preload, releases)
     return releases, moves, clock
 
@@ -236,7 +236,7 @@ def average_bytes(instance: Instance, releases: Mapping[str, int], moves: Moves,
     Places are allocated for the whole session, so W and the most bytes in flight count in full. In mode `map` pages are not.
     """
     resident = sum(w.nbytes for w in instance.weights if w.name not in moves)
-    if instance.mode != "map" or not clock.seconds:
+    if not instance.transfer.by_pages or not clock.seconds:
         return resident + int(held_bytes(instance, releases, moves).max(initial=0))
     entered = (
         (clock.done[w.last_use - 1] - max(instance.opening_seconds, clock.read[w.name])) * w.nbytes
@@ -249,7 +249,7 @@ def fastest_decisions(instance: Instance, preload: frozenset[str], *, quick: boo
     """The candidate with the earliest answer inside M_peak. For many weights, or if `quick`, only that for all of M_peak."""
     smallest, _ = smallest_m_peak(instance, preload)
     if quick or len(instance.weights) > _THOROUGH_WEIGHTS:
-        copies = 2 if instance.mode == "interleave" else 1
+        copies = instance.transfer.places_in_flight
         streamed = copies * sum(w.nbytes for w in instance.weights if w.name not in preload)
         return candidate(instance, preload, min(instance.m_peak, max(smallest, streamed)))
     roomy = candidate(instance, preload, instance.m_peak)

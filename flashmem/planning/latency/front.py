@@ -37,7 +37,7 @@ def average_of(instance: Instance, plan: OverlapPlan) -> int:
 
 def rungs(instance: Instance, preload: Collection[str]) -> Iterator[tuple[int, OverlapPlan]]:
     """Limits on the bytes in flight, from all that a plan can use to the least, and the plan for each with W = `preload`."""
-    copies = 2 if instance.mode == "interleave" else 1
+    copies = instance.transfer.places_in_flight
     smallest, _ = smallest_m_peak(instance, preload)
     everything = max(smallest, copies * sum(w.nbytes for w in instance.weights))
     roomy = _inside(instance, preload, everything)
@@ -95,12 +95,11 @@ def leaner(
     chosen = min((best, *(each for each in between if each.average <= allowed)), key=_Rung.order).plan
     chosen = replace(chosen, asked=fastest.asked)
     inside = roomiest(chosen)
-    if instance.mode != "map":  # places are always allocated, so the average limits the bytes in flight; that of pages does not
-        inside = replace(inside, m_peak=min(inside.m_peak, allowed - chosen.resident_bytes))
-    chosen = replace(
-        chosen, lambda_=lambda_, average_within=allowed - chosen.resident_bytes if instance.mode == "map" else None
-    )
-    return judged(inside, chosen)
+    by_pages = instance.transfer.by_pages
+    room = allowed - chosen.resident_bytes
+    if not by_pages:  # places are always allocated, so the average limits the bytes in flight; that of pages does not
+        inside = replace(inside, m_peak=min(inside.m_peak, room))
+    return judged(inside, replace(chosen, lambda_=lambda_, average_within=room if by_pages else None))
 
 
 @dataclass(frozen=True)

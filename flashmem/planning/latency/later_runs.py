@@ -137,7 +137,7 @@ def serving_later_runs(
     earliest of the plans.
     """
     kept = [read_early(instance, with_kept(instance, each, limit, measure)) for each in rooms if measure(each) <= limit]
-    if instance.mode == "interleave":
+    if instance.transfer.by_kernels:
         kept += [made for each in kept if (made := _in_w(instance, each)) is not None and measure(made) <= limit]
     worst = max(min(each.objective for each in kept), soonest * (1 + OWN_WORTH))
     return min((each for each in kept if each.objective <= worst), key=lambda each: by_later_runs(instance, each))
@@ -168,7 +168,7 @@ def read_early(instance: Instance, plan: OverlapPlan) -> OverlapPlan:
     the faster ones are used. In mode `interleave` nothing changes: there reads wait for staging.
     """
     kept = frozenset(w.name for w in plan.weights if w.keep)
-    if not kept or instance.mode == "interleave":
+    if not kept or instance.transfer.by_kernels:
         return plan
     moves = {w.name: w.moves for w in plan.weights if not w.preload}
     timing = TimingModel(instance, moves)

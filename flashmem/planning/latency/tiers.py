@@ -44,7 +44,7 @@ class _LaterRun:
         self.streamed = sorted((w for w in plan.weights if w.name in moves), key=lambda w: (needs[w.name], w.first_use))
         self.durations = durations(instance, moves)
         releases = {w.name: w.read_layer for w in self.streamed}
-        if instance.mode == "interleave":
+        if instance.transfer.by_kernels:
             self.opened = [w.read_layer for w in self.streamed]
         else:
             self.opened = _opened(

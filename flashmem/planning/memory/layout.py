@@ -18,6 +18,8 @@ from flashmem.base.types import DEFAULT_PAGE, POOL_ALIGNMENT, TransferMode
 from flashmem.planning.memory.texture_slots import colour_slots
 from flashmem.program.tensors import Slice
 from flashmem.schedule.buffer_slots import in_slots, staging_slots
+from flashmem.schedule.modes import MODES
+from flashmem.schedule.modes.kind import TransferKind
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PoolLayout, passing_bytes
 
 _RING_WIDENING = 128
@@ -192,66 +194,91 @@ def lay_out_pools(
     if missing:
         raise ValueError(f"the program has no slice {missing[0]!r}, which the plan streams")
     planned = [(by_name[w.name], w) for w in plan.weights]
-    pools = _Pools(
-        planned, len(plan.capacities), _piece_bytes(slices, plan.piece_bytes), page_bytes, shares_memory=plan.shares_memory
-    )
     threads = loader_threads or plan.loader_threads
-    lay: dict[TransferMode, Callable[[], PoolLayout]] = {
-        "map": pools.mapped,
-        "alias": pools.alias,
-        "dma": lambda: pools.dma(threads),
-        "interleave": lambda: pools.interleave(threads),
-    }
-    return {mode: replace(lay[mode](), threads=threads) for mode in modes}
+    pools = _Pools(
+        planned,
+        len(plan.capacities),
+        _piece_bytes(slices, plan.piece_bytes),
+        page_bytes,
+        threads,
+        shares_memory=plan.shares_memory,
+    )
+    return {mode: replace(MODES[mode].lay_out(pools), threads=threads) for mode in modes}
 
 
 class _Pools:
-    """The planned slices, and the layout of each mode. `piece`: bytes that pass through the ring at a time; `page`: bytes of a
-    page of the weight file; `shares_memory`: whether host and device do.
+    """The planned slices, and the kinds of memory that modes choose from (`schedule.modes.kind.Pools`).
+
+    `piece`: bytes that pass through the ring at a time; `page`: bytes of a page of the weight file; `threads`: loader threads,
+    each with its part of the ring; `shares_memory`: whether host and device do.
     """
 
     def __init__(
-        self, planned: Sequence[tuple[Slice, PlannedWeight]], layers: int, piece: int, page: int, *, shares_memory: bool
+        self,
+        planned: Sequence[tuple[Slice, PlannedWeight]],
+        layers: int,
+        piece: int,
+        page: int,
+        threads: int,
+        *,
+        shares_memory: bool,
     ) -> None:
         self.planned, self.shares_memory = planned, shares_memory
         self.layers = layers
         self.piece = piece
         self.page = page
+        self.threads = threads
 
-    def mapped(self) -> PoolLayout:
+    def pages(self) -> PoolLayout:
         """Layout without allocations; pages of the file are resident from g_w to the last use."""
         peak = max_concurrent(self._whole(part for part in self.planned), self.page)
         return PoolLayout(mapped_peak_bytes=peak, resident_bytes=self._resident(self.page))
 
-    def alias(self) -> PoolLayout:
+    def one_buffer(self) -> PoolLayout:
         """Layout with every slice in one buffer; textures are views of it."""
         offsets, total = lay_out(self._whole(self.planned), POOL_ALIGNMENT)
         return PoolLayout(pool_bytes=total, offsets=offsets, resident_bytes=self._resident(POOL_ALIGNMENT))
 
-    def dma(self, loader_threads: int) -> PoolLayout:
-        """Layout with slices written from g_w on, through a ring with one part for each loader thread, large ones in pieces."""
-        return replace(self._targets(lambda w: w.read_layer), ring_bytes=loader_threads * self._passing(self.planned))
+    def targets(self, kind: TransferKind) -> PoolLayout:
+        """Places: plain buffers in the pool, images in texture slots, each from `kind.home_from` (if streamed) to its last use.
 
-    def interleave(self, loader_threads: int) -> PoolLayout:
-        """Layout with slices in staging from g_w to their last move; kernels move them home from the first move on.
-
-        W passes through a ring. Streamed slices do too if host and device do not share memory.
+        And a ring with one part for each loader thread, for the slices that pass through it; large ones do in pieces.
         """
-        layout = self._targets(lambda w: w.first_mover)
+        lives = [(s, self._lifetime(w, 0 if w.preload else kind.home_from(w))) for s, w in self.planned]
+        buffers = [Interval(s.name, s.file_bytes, *life) for s, life in lives if not s.is_image]
+        offsets, total = lay_out(buffers, POOL_ALIGNMENT) if self.shares_memory else ({i.name: 0 for i in buffers}, 0)
+        slots, slot_of = colour_slots([(s, *life) for s, life in lives if s.is_image])
+        resident = sum(
+            slots[slot_of[s.name]].nbytes if s.is_image else _round_up(s.file_bytes, POOL_ALIGNMENT)
+            for s, w in self.planned
+            if w.preload
+        )
+        passed = (s for s, w in self.planned if kind.passes_ring(preload=w.preload, shares_memory=self.shares_memory))
+        layout = PoolLayout(
+            pool_bytes=total,
+            offsets=offsets,
+            slots=slots,
+            slot_of=slot_of,
+            piece_bytes=self.piece,
+            resident_bytes=resident,
+            ring_bytes=self.threads * self._passing(passed),
+        )
+        if self.shares_memory:
+            return layout
+        return in_slots(layout, self.planned, [kind.home_from(w) for _, w in self.planned], self.layers)
+
+    def staged(self, layout: PoolLayout) -> PoolLayout:
+        """`layout` with streamed slices in staging from g_w to their last move: in one buffer, or in slots."""
         if not self.shares_memory:
             slots, slot_of = staging_slots(self.planned)
-            passed = self._passing(self.planned)
-            layout = replace(layout, staging_slots=slots, staging_slot_of=slot_of)
-        else:
-            streamed = [Interval(w.name, s.file_bytes, w.read_layer, w.last_mover) for s, w in self.planned if not w.preload]
-            staging, total = lay_out(streamed, POOL_ALIGNMENT)
-            passed = self._passing([(s, w) for s, w in self.planned if w.preload])
-            layout = replace(layout, staging_bytes=total, staging=staging)
-        return replace(layout, ring_bytes=loader_threads * passed)
+            return replace(layout, staging_slots=slots, staging_slot_of=slot_of)
+        streamed = [Interval(w.name, s.file_bytes, w.read_layer, w.last_mover) for s, w in self.planned if not w.preload]
+        staging, total = lay_out(streamed, POOL_ALIGNMENT)
+        return replace(layout, staging_bytes=total, staging=staging)
 
-    def _passing(self, planned: Sequence[tuple[Slice, PlannedWeight]]) -> int:
+    def _passing(self, slices: Iterable[Slice]) -> int:
         """Bytes of the largest slice that pass through the ring at a time."""
-        return max((_round_up(passing_bytes(s, self.piece), POOL_ALIGNMENT) for s, _ in planned), default=0)
+        return max((_round_up(passing_bytes(s, self.piece), POOL_ALIGNMENT) for s in slices), default=0)
 
     def _whole(self, planned: Iterable[tuple[Slice, PlannedWeight]]) -> list[Interval]:
         return [Interval(w.name, s.file_bytes, *self._lifetime(w, w.read_layer)) for s, w in planned]
@@ -262,25 +289,6 @@ class _Pools:
 
     def _lifetime(self, w: PlannedWeight, first: int) -> tuple[int, int]:
         return w.home_life(first, self.layers)
-
-    def _targets(self, begins: Callable[[PlannedWeight], int]) -> PoolLayout:
-        """Final places: plain buffers in the pool, images in texture slots, each from `begins` (if streamed) to its last
-        use."""
-        lives = [(s, self._lifetime(w, 0 if w.preload else begins(w))) for s, w in self.planned]
-        buffers = [Interval(s.name, s.file_bytes, *life) for s, life in lives if not s.is_image]
-        offsets, total = lay_out(buffers, POOL_ALIGNMENT) if self.shares_memory else ({i.name: 0 for i in buffers}, 0)
-        slots, slot_of = colour_slots([(s, *life) for s, life in lives if s.is_image])
-        resident = sum(
-            slots[slot_of[s.name]].nbytes if s.is_image else _round_up(s.file_bytes, POOL_ALIGNMENT)
-            for s, w in self.planned
-            if w.preload
-        )
-        layout = PoolLayout(
-            pool_bytes=total, offsets=offsets, slots=slots, slot_of=slot_of, piece_bytes=self.piece, resident_bytes=resident
-        )  # fmt: skip
-        return (
-            layout if self.shares_memory else in_slots(layout, self.planned, [begins(w) for _, w in self.planned], self.layers)
-        )
 
 
 def _piece_bytes(slices: Sequence[Slice], wished: int) -> int:

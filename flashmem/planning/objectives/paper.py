@@ -119,7 +119,7 @@ def paper_plan_within(problem: Problem, preload: frozenset[str]) -> OverlapPlan:
 def reading_ahead(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
     """`plan`, which has no early reads, with reads as early as its layout within the limits permits."""
     instance, limit, measure = problem.instance, problem.limit, problem.measure
-    staging = instance.mode == "interleave" and limit is not None
+    staging = instance.transfer.by_kernels and limit is not None
     most = plan.m_peak
     if staging:  # early reads wait in staging, and need no other memory
         layout = lay_out_pools(problem.program.slices, plan, [instance.mode], page_bytes=problem.program.page_bytes)[

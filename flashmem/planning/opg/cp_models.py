@@ -174,7 +174,7 @@ class FullModel:
                     model.add_hint(x, planned.get(layer, 0))
                     model.add_hint(loading, bool(planned) and min(planned) <= layer)
                 in_flight[layer].append(loading * size)  # the whole weight in its final place
-                if instance.mode == "interleave":  # and in staging, until its last move
+                if instance.transfer.by_kernels:  # and in staging, until its last move
                     complete = model.new_bool_var(f"all of {w.name} before {layer}")
                     model.add(done >= total * complete)
                     in_flight[layer].append((loading - complete) * size)

@@ -42,7 +42,7 @@ def greedy(instance: Instance, preload: frozenset[str]) -> SrptPlan:
         BudgetError: M_peak is below `smallest_m_peak`, so no capacities are enough.
     """
     require_m_peak(instance, preload)
-    if instance.mode == "interleave":  # a weight stays in staging only during the layer that moves it
+    if instance.transfer.by_kernels:  # a weight stays in staging only during the layer that moves it
         moves = {w.name: ((w.first_use - 1, instance.chunks(w)),) for w in instance.weights if w.name not in preload}
         return SrptPlan(moves, feasible=True)
     plan = srpt(instance, preload, ceiling=(sum(instance.chunks(w) for w in instance.weights),) * len(instance.layers))

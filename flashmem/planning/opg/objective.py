@@ -102,14 +102,14 @@ class PaperInstance:
 
     def holds(self, preload: frozenset[str], plan: SrptPlan) -> bool:
         """Whether a feasible plan keeps M_peak in mode `interleave`, with the staging that SRPT does not count."""
-        if self.instance.mode != "interleave":
+        if not self.instance.transfer.by_kernels:
             return True
         releases = {w.name: 0 if w.name in preload else plan.moves[w.name][0][0] for w in self.instance.weights}
         return int(held_bytes(self.instance, releases, plan.moves).max()) <= self.instance.m_peak
 
     def _inside(self) -> tuple[Instance, ...]:
         """The problem; in `interleave` also with M_peak reduced down to half, because staging can double what SRPT counts."""
-        if self.instance.mode != "interleave":
+        if not self.instance.transfer.by_kernels:
             return (self.instance,)
         return tuple(replace(self.instance, m_peak=self.instance.m_peak * part // 10) for part in range(10, 4, -1))
 

@@ -14,10 +14,10 @@ from flashmem.bundle.checksums import checksum
 from flashmem.program.program import SMALL_OUTPUT, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Tensor, array_bytes, numpy_dtype
 from flashmem.runtime.engine.device_state import DeviceInUse
-from flashmem.runtime.engine.given_arrays import Input, on_host
+from flashmem.runtime.engine.given_arrays import Input
 from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.engine.output_values import OutputValue
-from flashmem.runtime.engine.ports import from_device, gather_rows, to_device
+from flashmem.runtime.engine.ports import from_device, gather_rows, on_host, to_device
 from flashmem.runtime.memory.arena import Bytes, move_out, new_pages
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.memory.output_pages import OutputPages

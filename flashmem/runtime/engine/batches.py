@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.program.tensors import Port, numpy_dtype
-from flashmem.runtime.engine.given_arrays import Input, on_host
-from flashmem.runtime.engine.ports import chosen_outputs, fitting_variant
+from flashmem.runtime.engine.given_arrays import Input
+from flashmem.runtime.engine.ports import chosen_outputs, fitting_variant, on_host
 
 Array = NDArray[Any]
 Batch = Literal["loop"]

@@ -42,7 +42,7 @@ class Bindings:
         index = self.opened.bundle.index
         if index in self._kernels:
             planned, kernels = self._kernels[index]
-            if self.opened.mode != "interleave" or planned is plan:
+            if not self.opened.transfer.by_kernels or planned is plan:
                 return kernels
             kernels.close()  # a thread may still be loading kernels that only later runs use
         kernels = Kernels(self.opened, self.device, plan, apart=self._apart)

@@ -122,7 +122,7 @@ class BoundKernels:
 
     def _moves_no_more(self) -> frozenset[str]:
         """The slices that the kernels of later runs do not copy."""
-        return staying(self._weights.plan) if self._opened.mode == "interleave" else frozenset()
+        return staying(self._weights.plan) if self._opened.transfer.by_kernels else frozenset()
 
     def bind_steady(self, steady: Sequence[SteadyLaunch], kernels: NamedKernels) -> Steady:
         """The launches of later runs: `steady` ones with kernels from `kernels`, the others unchanged.

@@ -31,7 +31,7 @@ from flashmem.runtime.engine.opened import OpenedBundle, PlannedVariant
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.engine.run import Executed, Run, RunMemory
-from flashmem.runtime.engine.stopping import UNCONTROLLED, RunControl, RunStoppedError, either
+from flashmem.runtime.engine.stopping import UNCONTROLLED, RunControl, RunStoppedError
 from flashmem.schedule.loads import Load, Schedule, TimedInterval
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 
@@ -126,7 +126,7 @@ class Engine:
         bound = self.bound
         assert bound is not None
         self.left = frozenset()
-        program, mode = bound.opened.program, bound.opened.mode
+        program, again = bound.opened.program, bound.opened.transfer.by_kernels
         host = None if bound.opened.tier is None else bound.opened.tier.ledger
         if not self.opening_seconds:
             for ledger in (bound.ledger, host):
@@ -137,7 +137,7 @@ class Engine:
         keeping = [ports[name] for name in kept]
         with _OF_THE_REQUEST:
             bound.activations.write_inputs(inputs)
-        if not memory.halts or mode != "interleave":
+        if not memory.halts or not again:
             inputs.clear()  # the caller may have dropped its references
         loads: Sequence[TimedInterval] = ()
         nbytes = 0
@@ -157,7 +157,7 @@ class Engine:
                 self._clear_stopped(done)
                 raise RequestError(RunStoppedError("the run was stopped"))
             memory.give_way()
-            if mode == "interleave":  # the copies that kernels made before are overwritten
+            if again:  # the copies that kernels made before are overwritten
                 done, read = 0, {}
                 bound.activations.write_inputs(inputs)
         with _OF_THE_REQUEST:
@@ -261,7 +261,7 @@ class Engine:
         self._loads = run.loader is not None
         try:
             with memory.executing(run) as pressed:
-                return run.execute(outputs, kept, traced=self.device.traced, halted=either(pressed, control.asked))
+                return run.execute(outputs, kept, traced=self.device.traced, halted=_either(pressed, control.asked))
         finally:
             self.end()
             memory.ended()
@@ -349,6 +349,13 @@ class Engine:
                 if self._finalizer is not None:
                     self._finalizer.detach()
                 call_each(self.unbind, self.stop_ahead, self.bindings.close_kernels, self.opened.close)
+
+
+def _either(one: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """Whether one of two conditions holds, of which None never does."""
+    if one is None or other is None:
+        return one or other
+    return lambda: one() or other()
 
 
 class _OfTheRequest:

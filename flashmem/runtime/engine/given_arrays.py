@@ -131,8 +131,3 @@ def _equal(array: Array, cast: Array) -> NDArray[np.bool_]:
     back = _cast(cast, array.dtype)
     equal: NDArray[np.bool_] = (array == cast) & (array == back) | (array != array) & (cast != cast)
     return equal
-
-
-def on_host(value: Input) -> Array:
-    """`value` as an array in host memory. Raises RunError if the device fails."""
-    return value.numpy() if isinstance(value, OutputValue) else value

@@ -31,6 +31,8 @@ from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
 from flashmem.runtime.streaming.weight_file import Reader, WeightFile
 from flashmem.schedule.host_tier import planned_there, reloaded, tier_bytes, tier_slices
 from flashmem.schedule.loads import planned_loads, read_while_opening
+from flashmem.schedule.modes import MODES
+from flashmem.schedule.modes.kind import TransferKind
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, session_bytes, streamed_layout
 from flashmem.schedule.shared_memory import PlacedVariant, shared_layouts
@@ -67,7 +69,7 @@ class OpenedBundle:
 
         Args:
             verify_weights: compare every slice and table row that is read with its checksum.
-            lanes: in mode "interleave", whether kernels copy weights while they compute.
+            lanes: where kernels copy weights, whether they do it while they compute.
             file: the weight file, if another of the bundle's shape variants has opened it.
             tier: that variant's host tier.
 
@@ -94,6 +96,11 @@ class OpenedBundle:
             for gather, values in zip(program.host_embeddings, bundle.checksums.tables, strict=True)
         ]
 
+    @property
+    def transfer(self) -> TransferKind:
+        """What its transfer mode is."""
+        return MODES[self.mode]
+
     def variant(self, bundle: Bundle) -> OpenedBundle:
         """Another shape variant of the bundle, opened with the same file."""
         return OpenedBundle(
@@ -102,8 +109,8 @@ class OpenedBundle:
         )  # fmt: skip
 
     def moves(self, plan: OverlapPlan) -> dict[int, LayerMoves]:
-        """The copies that kernels make in a run of `plan`, by launch; only in mode "interleave"."""
-        if self.mode != "interleave":
+        """The copies that kernels make in a run of `plan`, by launch; none in most modes."""
+        if not self.transfer.by_kernels:
             return {}
         return layer_moves(plan, self.slices, lane_kind(self.program), lanes=self.lanes)
 
@@ -167,9 +174,9 @@ def sharing_memory(
 ) -> list[PlannedVariant]:
     """The shape variants of a session with a budget of `limit` bytes, with weights in memory objects that they share.
 
-    In mode "map" they share pages of the file. Without a limit, memory is at most that of the largest.
+    In a mode of pages they share those of the file. Without a limit, memory is at most that of the largest.
     """
-    if len(variants) == 1 or mode == "map":
+    if len(variants) == 1 or MODES[mode].by_pages:
         return list(variants)
     room = max(each.layout.home_bytes for each in variants)
     if limit is not None:

@@ -19,6 +19,7 @@ from flashmem.base.types import StoredType
 from flashmem.bundle.shape_variants import which_fits
 from flashmem.program.tensors import ONNX_NAMES, HostEmbeddingLookup, Port, State, Tensor, numpy_dtype, panel_bytes
 from flashmem.runtime.engine.given_arrays import Input, described
+from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.streaming.weight_file import Reader
 
 Array = NDArray[Any]
@@ -132,6 +133,11 @@ def from_device(port: Port | State, array: Array) -> Array:
         return array
     with np.errstate(over="ignore"):  # a value too large for float16 becomes infinite
         return array.astype(dtype)
+
+
+def on_host(value: Input) -> Array:
+    """`value` as an array in host memory. Raises RunError if the device fails."""
+    return value.numpy() if isinstance(value, OutputValue) else value
 
 
 def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, stored: StoredType) -> Array:

@@ -86,7 +86,7 @@ class MemoryUse:
 class RunReport:
     """Report of one run. `layers` is filled when the session traces; times are seconds of `time.perf_counter()`.
 
-    `loads` may begin before the run does. A load without a step "read" in mode "dma" or "interleave" is a copy from the host
+    `loads` may begin before the run does. A load without a step "read" in a mode that copies is a copy from the host
     tier. `steady`: the run used the kernels of later runs. `ended` is when the outputs were in
     host memory; the run, without the session's creation, began `latency.exec` seconds before. `direct_bytes`: bytes that were
     read past the page cache since the last run, because memory cannot hold the weight file. `no_direct_reads`: why the file

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from flashmem.program.program import Program
 from flashmem.program.tensors import Port, State, numpy_dtype
-from flashmem.runtime.engine.given_arrays import Input, on_host
-from flashmem.runtime.engine.ports import check_inputs, from_device, to_device
+from flashmem.runtime.engine.given_arrays import Input
+from flashmem.runtime.engine.ports import check_inputs, from_device, on_host, to_device
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.opencl.handles import Buffer

@@ -6,7 +6,6 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -20,35 +19,25 @@ class RunStoppedError(Exception):
     """A run ended early because its caller stopped it: the model stays usable."""
 
 
-@dataclass(frozen=True, slots=True)
 class RunControl:
     """What may end a run before its last launch.
 
-    `until`: the time of `time.perf_counter()` at which it ends. `cancelled`: whether its caller has cancelled it; None: nobody
-    can.
+    `asked`: what is asked before each launch; None: nothing can end the run.
     """
 
-    until: float = math.inf
-    cancelled: Callable[[], bool] | None = None
+    __slots__ = ("asked", "cancelled", "until")
+
+    def __init__(self, until: float = math.inf, cancelled: Callable[[], bool] | None = None) -> None:
+        """`until`: the time of `time.perf_counter()` at which it ends. `cancelled`: whether its caller has cancelled it."""
+        self.until, self.cancelled = until, cancelled
+        self.asked = cancelled if until == math.inf else self.stops
 
     def stops(self) -> bool:
         """Whether the run must end at its next launch."""
         return perf_counter() >= self.until or (self.cancelled is not None and self.cancelled())
 
-    @property
-    def asked(self) -> Callable[[], bool] | None:
-        """What is asked before each launch; None: nothing can end the run."""
-        return self.cancelled if self.until == math.inf else self.stops
-
 
 UNCONTROLLED = RunControl()
-
-
-def either(one: Callable[[], bool] | None, other: Callable[[], bool] | None) -> Callable[[], bool] | None:
-    """Whether one of two conditions holds, of which None never does."""
-    if one is None or other is None:
-        return one or other
-    return lambda: one() or other()
 
 
 def deadline(timeout: Any) -> float:

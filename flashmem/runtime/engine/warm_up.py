@@ -117,7 +117,7 @@ class WarmUp:
         """For the first run of a bound program: bind the steady launches that have kernels and need no resident slice."""
         with self._lock:
             self._program, kernels, covered = bound, self._kernels, self._launches
-        if kernels is None or self._opened.mode == "interleave":  # first-run kernels copy weights
+        if kernels is None or self._opened.transfer.by_kernels:  # first-run kernels copy weights
             return
         try:
             steady = bound.kernels.steady_launches()
@@ -188,7 +188,7 @@ class WarmUp:
         """The kernels of `steady`. Raises RunError."""
         opened, program, source = self._opened, self._opened.program, self._opened.source
         plan = bound.weights.plan
-        same = opened.mode != "interleave" or plan is self._plan  # under another plan, other kernels copy weights
+        same = not opened.transfer.by_kernels or plan is self._plan  # under another plan, other kernels copy weights
         if self._kernels is not None and same and _layers(steady) <= _layers(self._launches):
             return self._kernels
         known, _ = required_kernels(program, source, opened.moves(plan), opened.moves(plan.later()))

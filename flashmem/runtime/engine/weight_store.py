@@ -10,8 +10,9 @@ from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.handles import DeviceMemory
+from flashmem.runtime.streaming.modes import make_transfer
+from flashmem.runtime.streaming.modes.request import TransferRequest
 from flashmem.runtime.streaming.transfer import Transfer
-from flashmem.runtime.streaming.transfer_modes import make_transfer
 from flashmem.schedule.loads import Schedule, scheduled, staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import share_places
@@ -51,9 +52,21 @@ class WeightStore:
         self._apart = not device.context.device.unified_memory
         self._last_schedule: tuple[object, Schedule] | None = None
         self._transfer: Transfer | None = beside or make_transfer(
-            opened.mode, device.context, ledger, opened.file, opened.program.slices, layout,
-            device.shared_slices, opened.bundle.checksums.content_hashes, opened.checksums, opened.together, after, opened.tier,
-        )  # fmt: skip
+            opened.mode,
+            TransferRequest(
+                device.context,
+                ledger,
+                opened.file,
+                opened.program.slices,
+                layout,
+                device.shared_slices,
+                opened.bundle.checksums.content_hashes,
+                opened.together,
+                after,
+                opened.tier,
+            ),
+            opened.checksums,
+        )
 
     @property
     def transfer(self) -> Transfer:
@@ -67,7 +80,7 @@ class WeightStore:
         return self.transfer.joined(opened.readable[whole], [opened.slices[name] for name in parts])
 
     def follow(self, plan: OverlapPlan, layout: PoolLayout) -> None:
-        """Run the next run under another plan in the same places. Only for mode `map`, where no place depends on the plan."""
+        """Run the next run under another plan in the same places. For a mode of pages, where no place depends on it."""
         self.plan, self.layout, self._last_schedule = plan, layout, None
 
     def schedule(self, *, kept: Collection[str] | None = None, done: int = 0) -> Schedule:
@@ -139,20 +152,20 @@ class WeightStore:
         """The resident slices that stay for another shape variant with `plan` and `layout`; all others are freed where the
         mode can.
         """
-        mode = self._opened.mode
+        mode = self._opened.transfer
         stays = staying(plan) & self.resident
-        if mode != "map":
+        if not mode.by_pages:
             stays = self._memory(self._opened, self.layout).at_same_place(self._memory(opened, layout), stays)
-        if mode == "interleave" and stays != staying(plan):  # kernels would copy slices that are already in their places
+        if mode.by_kernels and stays != staying(plan):  # kernels would copy slices that are already in their places
             stays = frozenset()
-        if mode == "map":
+        if mode.by_pages:
             self.drop(self._opened.slices.keys() - stays)
         return stays
 
     def serves(self, opened: OpenedBundle, layout: PoolLayout) -> bool:
         """Whether the transfer is that of another shape variant too, without a change."""
         before, transfer = self._opened, self.transfer
-        if transfer.binds_late or opened.mode == "interleave" or opened.program.slices != before.program.slices:
+        if transfer.binds_late or opened.transfer.by_kernels or opened.program.slices != before.program.slices:
             return False
         return share_places(self.layout, layout, opened.mode, slices=(before.slices, opened.slices)) and all(
             getattr(self.layout, name) == getattr(layout, name) for name in _STAGING
@@ -162,7 +175,8 @@ class WeightStore:
         """Whether the memory objects of weights, and the ring, are those of another shape variant too, so that both stay."""
         here, there = self._memory(self._opened, self.layout), self._memory(opened, layout)
         staged = all(getattr(self.layout, name) == getattr(layout, name) for name in _STAGING)
-        return opened.mode in ("dma", "alias") and staged and here.has_same_objects(there)
+        fixed = not (opened.transfer.by_pages or opened.transfer.by_kernels)
+        return fixed and staged and here.has_same_objects(there)
 
     def _memory(self, opened: OpenedBundle, layout: PoolLayout) -> WeightMemory:
         return weight_memory(layout, opened.program.slices, apart=self._apart)

@@ -18,7 +18,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 from types import TracebackType
@@ -29,14 +28,17 @@ import numpy as np
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.interrupts import held_back
 from flashmem.base.threads import Thread, call_each, started
-from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import BATCH_TOKENS, CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL
+from flashmem.request.description import initialised_by
+from flashmem.request.opening import GeneratorCall, SessionRequest
 from flashmem.runtime.generation.candidates import Candidates, rows_of
 from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
 from flashmem.runtime.generation.language_session import language_of, rows_in
-from flashmem.runtime.generation.options import ModelOpening, OpeningOptions, TextOptions, TextRequest
+from flashmem.runtime.generation.options import TextOptions, TextRequest
 from flashmem.runtime.generation.prompts import Prompt, tokens_of
 from flashmem.runtime.generation.tokenizer import Tokenizer
+from flashmem.runtime.request.models import bundle_for
+from flashmem.runtime.session import Session
 
 Piece = str | Exception | None
 """A piece of a text, or what ended the request before its end, or None at the end."""
@@ -178,30 +180,26 @@ class BatchGenerator:
     arrival.
     """
 
-    def __init__(
-        self, bundle: Bundle | str | Path, *, draft: Bundle | str | Path | None = None, **options: Unpack[OpeningOptions]
-    ) -> None:
-        """Open a session.
+    @initialised_by(GeneratorCall)
+    def __init__(self, call: GeneratorCall) -> None:
+        """Open a session of a bundle that was compiled for a `batch`.
 
-        Args:
-            bundle: a bundle that was compiled for a `batch`; or the model and `batch=` among the options.
-            draft: None. A batch checks no drafts: a run for 8 tokens of each row computes 8 times as much, and rows together
-                use the processor already.
-            options: see `Generator`.
+        A batch checks no drafts: a run for 8 tokens of each row computes 8 times as much, and rows together use the processor
+        already.
 
         Raises:
             UserError: no bundle of a language model for a batch, or a draft; and the errors of `Session`.
             RunError: the device refuses.
         """
-        if draft is not None:
+        if call.draft is not None:
             raise UserError("a batch makes no drafts; leave the draft model out, or open a Generator for one request at a time")
-        opening = ModelOpening.resolved(**options)
-        made = opening.bundle(bundle)
+        opening = call.given_as(SessionRequest)
+        made = bundle_for(call.bundle, opening, build=True)
         self.language, count = language_of(made), rows_in(made)
         if count == 1:
             raise UserError(f"{made.path} answers one request at a time; compile the model with --batch 8, for instance")
         self.tokenizer = Tokenizer(self.language)
-        self._session = opening.session(made)
+        self._session = Session(made, **opening.of_session)
         self._lock = threading.Lock()  # held for all below, but not during runs
         self._waiting: deque[_Request] = deque()
         self._rows: list[_Request | None] = [None] * count

@@ -1,32 +1,13 @@
-"""The options of `Generator` and `BatchGenerator`: how they are opened, and how a text is generated, each resolved once."""
+"""The options of a generation: how a text is generated."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, Self, TypedDict, Unpack, cast
+from dataclasses import dataclass
+from typing import Self, TypedDict, Unpack
 
 from flashmem.base.errors import UserError
-from flashmem.base.types import TransferMode
-from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.generation.sampling import Sampling
-from flashmem.runtime.request.models import ModelOptions, bundle_for
-from flashmem.runtime.session import Session
-
-
-class OpeningOptions(ModelOptions, total=False):
-    """Keywords with which a language model is opened.
-
-    Those of `Session` with the same names; for a model instead of a bundle also those of `flashmem.compile`, such as
-    `max_length`.
-    """
-
-    device: str
-    budget: int | str | None
-    host_budget: int | str | None
-    process_memory: int | str | None
-    mode: TransferMode | Literal["auto"]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -47,49 +28,6 @@ class TextOptions(SamplingOptions, total=False):
 
     max_new_tokens: int
     stop: str | Sequence[str]
-
-
-@dataclass(frozen=True)
-class ModelOpening:
-    """How a language model is opened; the fields are those of `OpeningOptions`, `model` those for a model."""
-
-    device: str = "auto"
-    budget: int | str | None = None
-    host_budget: int | str | None = None
-    process_memory: int | str | None = None
-    mode: TransferMode | Literal["auto"] = "auto"
-    model: ModelOptions = field(default_factory=ModelOptions)
-
-    @classmethod
-    def resolved(cls, **options: Unpack[OpeningOptions]) -> Self:
-        """From keywords. Unknown ones are in `model`, which `bundle` refuses."""
-        own = cls.__dataclass_fields__.keys() & options.keys() - {"model"}
-        rest = {name: value for name, value in options.items() if name not in own}
-        return cls(**{name: options[name] for name in own}, model=cast(ModelOptions, rest))  # type: ignore[literal-required]
-
-    def bundle(self, given: Bundle | str | Path) -> Bundle:
-        """The bundle that `given` is, or is compiled to. Raises as `bundle_for`."""
-        return bundle_for(
-            given,
-            device=self.device,
-            mode=self.mode,
-            strategy="auto",
-            budget=self.budget,
-            host_budget=self.host_budget,
-            build=True,
-            options=self.model,
-        )
-
-    def session(self, bundle: Bundle) -> Session:
-        """A session of `bundle`. Raises as `Session`."""
-        return Session(
-            bundle,
-            device=self.device,
-            budget=self.budget,
-            host_budget=self.host_budget,
-            process_memory=self.process_memory,
-            mode=self.mode,
-        )
 
 
 @dataclass(frozen=True)

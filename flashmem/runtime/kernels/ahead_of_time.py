@@ -29,6 +29,7 @@ from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.request.options import choose_mode, device_for
 from flashmem.runtime.streaming.interleaved import LayerMoves, layer_moves
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -201,7 +202,7 @@ def kernels_of(request: BuildRequest, device: Device) -> tuple[Program, tuple[Re
         return None
     moves: Mapping[int, LayerMoves] = {}
     again = moves
-    if mode == "interleave":
+    if MODES[mode].by_kernels:
         if request.plan is None:
             return None
         slices, kind = {part.name: part for part in program.slices}, lane_kind(program)

@@ -12,9 +12,11 @@ from typing import Literal, Protocol, TypeVar
 
 from flashmem.base.errors import NoDeviceError
 from flashmem.base.pages import page_size
-from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.runtime.opencl.device import GENERIC_GPU, HALF_ARITHMETIC, IMAGE_FROM_BUFFER, Device
 from flashmem.runtime.opencl.measured_rates import tile_of, with_measured_rates
+from flashmem.schedule.modes import MODES
+from flashmem.schedule.modes.kind import TransferKind
 from flashmem.target.descriptor import IMPORT_HOST_MEMORY, CodeStyle, DeviceDescriptor, Feature, load_descriptor
 
 
@@ -138,7 +140,7 @@ def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[Trans
     `reasons` has the modes that the driver lacks.
     """
     listed = base.modes.get(path, ())
-    others = (mode for mode in TRANSFER_MODES if mode not in listed and mode in base.rates.contention)
+    others = (mode for mode in MODES if mode not in listed and mode in base.rates.contention)
     return tuple(mode for mode in (*listed, *others) if mode not in reasons)
 
 
@@ -157,17 +159,24 @@ def why_not(device: Device, probed: Mapping[str, str] = MappingProxyType({})) ->
 
     `probed`: results of probes (`DeviceDescriptor.probed`).
     """
-    everywhere: dict[TransferMode, str] = {}
-    if device.kind != "cpu" and not (IMPORT_HOST_MEMORY in device.extensions and device.unified_memory):
-        everywhere["map"] = f"only a CPU, or a GPU with {IMPORT_HOST_MEMORY}, reads the mapped file in place"
-    elif device.kind != "cpu" and IMPORT_HOST_MEMORY not in passed_probes(device, probed):
-        everywhere["map"] = f"no probe has shown that the driver's {IMPORT_HOST_MEMORY} works (docs/how-to/phones.md)"
-    if not device.unified_memory:
-        everywhere["alias"] = "the device has memory of its own, into which the host cannot read a file"
+    reasons = {mode: _why_not_on(device, kind, probed) for mode, kind in MODES.items()}
+    everywhere = {mode: reason for mode, reason in reasons.items() if reason}
     if not device.has_images:
-        return {"buffer": everywhere, "texture": dict.fromkeys(TRANSFER_MODES, "the device has no images")}
+        return {"buffer": everywhere, "texture": dict.fromkeys(MODES, "the device has no images")}
     views: dict[TransferMode, str] = {}
     if not device.has_image_from_buffer:
         reason = f"the driver cannot create a texture over a buffer ({IMAGE_FROM_BUFFER})"
-        views = {"map": reason, "alias": reason}
+        views = {mode: reason for mode, kind in MODES.items() if not kind.copies}
     return {"buffer": everywhere, "texture": {**views, **everywhere}}
+
+
+def _why_not_on(device: Device, kind: TransferKind, probed: Mapping[str, str]) -> str:
+    """Why `device` does not support a transfer mode on any path; "" if it does."""
+    if kind.by_pages and device.kind != "cpu":
+        if not (IMPORT_HOST_MEMORY in device.extensions and device.unified_memory):
+            return f"only a CPU, or a GPU with {IMPORT_HOST_MEMORY}, reads the mapped file in place"
+        if IMPORT_HOST_MEMORY not in passed_probes(device, probed):
+            return f"no probe has shown that the driver's {IMPORT_HOST_MEMORY} works (docs/how-to/phones.md)"
+    elif not (kind.copies or kind.by_pages or device.unified_memory):
+        return "the device has memory of its own, into which the host cannot read a file"
+    return ""

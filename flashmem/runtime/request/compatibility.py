@@ -11,13 +11,14 @@ from dataclasses import replace
 
 from flashmem.base.errors import FlashmemWarning, UserError
 from flashmem.base.pages import page_size
-from flashmem.base.types import TEXEL_BYTES, TRANSFER_MODES, TransferMode
+from flashmem.base.types import TEXEL_BYTES, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.measured_rates import tile_of
 from flashmem.runtime.request.options import choose_mode
+from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import Strategy, preloaded_layout
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
@@ -94,7 +95,7 @@ def _too_large_pools(bundle: Bundle, device: Device) -> dict[TransferMode, str]:
     """Transfer modes whose layout has an allocation that the device cannot make, each with the reason."""
     reasons: dict[TransferMode, str] = {}
     for variant in bundle.variants:
-        for mode in TRANSFER_MODES:
+        for mode in MODES:
             if mode in variant.plan.layouts and (reason := too_large(variant.plan.layouts[mode], device)):
                 reasons[mode] = reason
     return reasons
@@ -128,12 +129,13 @@ def _reasons(program: Program, device: Device) -> dict[TransferMode, str]:
     """Transfer modes of the device that cannot run the program, each with the reason."""
     reasons: dict[TransferMode, str] = {}
     if program.page_bytes % page_size():
-        reasons["map"] = f"its weights are in pages of {program.page_bytes} bytes, and this system has pages of {page_size()}"
+        pages = f"its weights are in pages of {program.page_bytes} bytes, and this system has pages of {page_size()}"
+        reasons |= {mode: pages for mode, kind in MODES.items() if kind.by_pages}
     if program.memory_path == "texture" and device.has_image_from_buffer:
         texels = device.image_pitch_alignment
         if any(part.row_pitch % (texels * TEXEL_BYTES[part.channel]) for part in program.slices if part.is_image):
             reason = (
                 f"its textures have rows that are not multiples of {texels} texels, as {device.name} requires over a buffer"
             )
-            reasons |= {"map": reason, "alias": reason}
+            reasons |= {mode: reason for mode, kind in MODES.items() if not kind.copies}
     return reasons

@@ -6,12 +6,13 @@ from collections.abc import Collection
 from typing import Literal, get_args
 
 from flashmem.base.errors import BudgetError, NoDeviceError, UserError
-from flashmem.base.types import TRANSFER_MODES, MemoryPath, TransferMode
+from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.base.units import format_size, parse_size
 from flashmem.runtime.memory.pressure import available
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import find_device
+from flashmem.schedule.modes import DMA, MODES
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.plan import Strategy as PlannedStrategy
 from flashmem.schedule.residency import Strategy
@@ -96,7 +97,7 @@ def choose_mode(
 
     Args:
         descriptor: the device.
-        mode: "auto" selects `planned`, or the device's first mode on the path; with strategy "preload", "dma".
+        mode: "auto" selects `planned`, or the device's first mode on the path; with strategy "preload", `dma`.
         path: the memory path that a bundle was compiled for; None for the device's default.
         planned: the mode that a bundle was planned for, if any.
         strategy: the strategy of the runs.
@@ -112,7 +113,7 @@ def choose_mode(
     modes = descriptor.modes[path]
     if mode == "auto":
         if strategy == "preload":
-            return "dma"
+            return DMA.name
         laid_out = [known for known in modes if layouts is None or known in layouts]
         if not laid_out:
             raise NoLayoutError(
@@ -121,8 +122,8 @@ def choose_mode(
                 modes,
             )
         return next((known for known in laid_out if known == planned), laid_out[0])
-    if mode not in TRANSFER_MODES:
-        raise UserError(f"transfer mode {mode!r} is unknown; name one of: auto, {', '.join(TRANSFER_MODES)}")
+    if mode not in MODES:
+        raise UserError(f"transfer mode {mode!r} is unknown; name one of: auto, {', '.join(MODES)}")
     for known in modes:
         if known == mode:
             return known
@@ -188,9 +189,9 @@ def choose_host_budget(
         UserError: not a size, or there is only one memory.
     """
     wanted = read_host_budget(asked, shares_memory=shares_memory)
-    if wanted is None or (wanted == "auto" and mode not in ("dma", "interleave")):
+    if wanted is None or (wanted == "auto" and not MODES[mode].copies):
         return None
-    if mode not in ("dma", "interleave"):
+    if not MODES[mode].copies:
         raise UserError(f"transfer mode {mode} has no copies of weights in host memory; leave the host budget out")
     if wanted == "auto":
         left = available() if here else None

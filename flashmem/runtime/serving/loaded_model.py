@@ -105,8 +105,8 @@ class LoadedModel:
 
     @property
     def streams_pages(self) -> bool:
-        """Whether slices are loaded and freed singly (mode `map`); in other modes a plan has places for all of them."""
-        return self.opened.mode == "map"
+        """Whether slices are loaded and freed singly (a mode of pages); in other modes a plan has places for all of them."""
+        return self.opened.transfer.by_pages
 
     @cached_property
     def fixed(self) -> int:
@@ -292,7 +292,7 @@ class LoadedModel:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of weights that stay resident between two runs, or after the current one (mode `map`)."""
+        """Bytes of weights that stay resident between two runs, or after the current one (a mode of pages)."""
         if self.bound is None or not self.streams_pages:
             return 0
         run = self.current

@@ -1,7 +1,7 @@
-"""Transfer modes (DESIGN section 5): four ways to move a slice from the weight file to where kernels read it.
+"""Transfers: ways to move a slice from the weight file to where kernels read it.
 
-Each mode is a `Transfer`. Nothing else depends on the mode, so that every mode gives the same bits. A transfer allocates all
-its memory at creation, at the places of the plan's `PoolLayout`. `transfer_modes.py` creates them.
+Each mode of `schedule.modes` has its `Transfer`. Every mode gives the same bits. A transfer allocates all
+its memory at creation, at the places of the plan's `PoolLayout`. `streaming/modes` has one for each mode.
 
 A transfer writes device memory by commands on its own queue, one for all threads. The queue of launches waits for the events of
 those commands (`arrived`) before a kernel reads the data. Where memory is shared, loader threads move the slices

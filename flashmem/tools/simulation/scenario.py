@@ -24,6 +24,8 @@ from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, layer_moves, needed_slices
 from flashmem.schedule.host_tier import SliceIdentity, identity, planned_there, reloaded, tier_bytes, tier_slices
 from flashmem.schedule.loads import Load, Segment, planned_frees, planned_loads, read_while_opening
+from flashmem.schedule.modes import MODES
+from flashmem.schedule.modes.kind import TransferKind
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
 from flashmem.schedule.residency import SPARE_PIECES, Strategy, preloaded, preloaded_layout, streamed_layout
 from flashmem.target.descriptor import DeviceDescriptor
@@ -197,18 +199,18 @@ def describe(
     `disk` "cold": nothing of the weight file is in the page cache. The seconds of launches are those of `schedule.instance`.
     `lanes` is the argument of `flashmem.Session`; `host_budget` is a limit in bytes (`choose_host_budget`).
     """
-    rates = descriptor.rates
+    rates, kind = descriptor.rates, MODES[mode]
     slices = {part.name: part for part in program.slices}
     layout = layout_for(program, plan, mode, strategy, shares_memory=descriptor.shares_memory)
     if strategy == "preload":
         plan = preloaded(plan)
     instance = build_instance(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
-    moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if mode == "interleave" else {}
+    moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if kind.by_kernels else {}
     kept = {w.name for w in plan.weights if w.keep}
 
     def layers(planned: OverlapPlan, moves: Mapping[int, LayerMoves]) -> tuple[SimulatedLayer, ...]:
         needs = needed_slices(planned, moves)
-        beside = _copied_beside(moves) if mode == "interleave" else _moved_beside(planned)
+        beside = _copied_beside(moves) if kind.by_kernels else _moved_beside(planned)
         own = {layer: _own_launches(moving, descriptor) for layer, moving in moves.items()}
         return tuple(
             SimulatedLayer(spec.name, spec.loaded_seconds(beside.get(layer, 0)) + own.get(layer, 0.0), needs.get(layer, ()))
@@ -225,7 +227,7 @@ def describe(
         left, variant = host_budget - sum(on_host.values()) - pinned_output_bytes(program), [(plan, program.slices)]
         kept_there = tier_slices(reloaded(variant), max(0, left), planned_there(variant))
     in_tier = {identity(part) for part in kept_there}
-    travel = _Travel(mode, layout, program.page_bytes, in_tier)
+    travel = _Travel(kind, layout, program.page_bytes, in_tier)
     return Scenario(
         Machine(
             read_bandwidth=rates.cached_bandwidth,
@@ -251,7 +253,7 @@ def describe(
             )
             for load in loads
         ),
-        frees=_names(planned_frees(plan, slices)) if mode == "map" else {},
+        frees=_names(planned_frees(plan, slices)) if kind.by_pages else {},
         allocations=_allocations(program, layout, apart=apart),
         announced=len(read_while_opening(loads, program, rates)),
         context_seconds=rates.session_seconds,
@@ -284,18 +286,18 @@ def _port_bytes(program: Program, ports: Sequence[Port]) -> int:
 
 @dataclass(frozen=True)
 class _Travel:
-    """The steps and the memory of loads in one transfer mode (runtime/streaming/transfer_modes.py)."""
+    """The steps and the memory of loads in one transfer mode (runtime/streaming/modes)."""
 
-    mode: TransferMode
+    kind: TransferKind
     layout: PoolLayout
     page: int  # bytes
     in_tier: Collection[SliceIdentity]
 
     def pieces(self, load: Load) -> tuple[Piece, ...]:
         part, total = load.part, load.segment.nbytes
-        if self.mode == "map":
+        if self.kind.by_pages:
             return (("copy", total),)
-        if self.mode == "alias":
+        if not self.kind.copies:
             return (("read", total),)
         through = total if identity(part) in self.in_tier else self._passed_through(load.preload)
         if not through:
@@ -314,11 +316,11 @@ class _Travel:
     @property
     def reads_ahead(self) -> bool:
         """Whether a streamed load passes through the thread's own memory, and so is read there before its release."""
-        return self.mode == "dma" or bool(self.layout.staging_slots)
+        return self.kind.by_engine or bool(self.layout.staging_slots)
 
     def held(self, segment: Segment) -> int:
         """Bytes of pages to count while they are mapped. In other modes the layout is allocated when the session opens."""
-        return -(-segment.nbytes // self.page) * self.page if self.mode == "map" else 0
+        return -(-segment.nbytes // self.page) * self.page if self.kind.by_pages else 0
 
 
 def _moved_beside(plan: OverlapPlan) -> Counter[int]:

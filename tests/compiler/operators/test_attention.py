@@ -15,9 +15,9 @@ from flashmem.compiler.configs.listed import with_configs
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.kernels.attention.configs import AttentionConfig, KeyBlockConfig, QueryRowsConfig
+from flashmem.compiler.kernels.attention.operators import Band
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
-from flashmem.compiler.operators.attention import Band
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.runtime.opencl.devices import descriptor_for

@@ -17,7 +17,7 @@ from onnx.reference import ReferenceEvaluator
 import flashmem
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
+from flashmem.compiler.kernels.spatial.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.passes.decompose import decompose
 from tests.support.compared import DEVICES, answers_of, apart
 from tests.support.inputs import floats

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flashmem.compiler.operators.attention import Band
+from flashmem.compiler.kernels.attention.operators import Band
 from flashmem.compiler.passes.attention_band import band_of
 
 

@@ -155,7 +155,7 @@ def test_a_wrong_answer_is_told_with_its_output(kit: KitRun, monkeypatch: pytest
     """In one mode that all paths have; the whole kit above runs all of them."""
     answers, offered = Contents.answers, load_descriptor(DEVICE.descriptor_name).modes
     [mode, *_] = sorted(set.intersection(*(set(offered[path]) for path in PATHS)))
-    monkeypatch.setattr(kit_steps, "TRANSFER_MODES", (mode,))
+    monkeypatch.setattr(kit_steps, "MODES", (mode,))
 
     def other(contents: Contents, model: str) -> dict[str, Any]:
         return {name: value + (np.ptp(value) if model == "small" else 0) for name, value in answers(contents, model).items()}

@@ -18,7 +18,7 @@ from flashmem.runtime.engine.launch_window import LAYERS_APART, LaunchOrders, Sp
 from flashmem.runtime.engine.steps import Command, Step
 from flashmem.runtime.opencl.context import Context, Queue
 from flashmem.runtime.opencl.discovery import list_devices
-from flashmem.runtime.streaming.copied import InterleaveTransfer
+from flashmem.runtime.streaming.modes.interleave import InterleaveTransfer
 from flashmem.runtime.streaming.transfer import Transfer
 
 

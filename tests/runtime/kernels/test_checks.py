@@ -97,8 +97,8 @@ def test_a_bundle_that_meets_a_driver_is_checked_between_runs(model: Path, devic
     x = {"x": np.full((3, 37), -1, np.float32)}
     with Session(bundle, device=device.descriptor_name) as session:
         assert session.run(None, x)[0][0, 0] == -1, "imitated"
-        assert session._check is not None
-        session._check.wait()
+        assert session._planned.check is not None
+        session._planned.check.wait()
         with pytest.warns(FlashmemWarning, match="miscompiles 1 of this bundle's kernels"):
             session.run(None, x)
     with Session(bundle, device=device.descriptor_name) as session:

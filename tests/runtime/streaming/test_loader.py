@@ -22,8 +22,8 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, Queue
 from flashmem.runtime.opencl.copier import Copier
 from flashmem.runtime.opencl.discovery import list_devices
-from flashmem.runtime.streaming.copied import InterleaveTransfer
 from flashmem.runtime.streaming.loader import LoaderRun
+from flashmem.runtime.streaming.modes.interleave import InterleaveTransfer
 from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, Segment

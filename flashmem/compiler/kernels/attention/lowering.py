@@ -17,11 +17,11 @@ from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.strided import Dimension
 from flashmem.compiler.kernels.attention.configs import AttentionConfig, SplitKeysConfig
 from flashmem.compiler.kernels.attention.form import KeyBlock, QueryRows, TensorForm, form_of, split_form, tensor_form
+from flashmem.compiler.kernels.attention.operators import Access, Band, Scores
 from flashmem.compiler.kernels.attention.tensor_cores import TensorAttention
 from flashmem.compiler.lowering.context import MOST_OFFSET, LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.lowering.registry import lowers
-from flashmem.compiler.operators.attention import Access, Band, Scores
 from flashmem.compiler.operators.vector import STORED, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 

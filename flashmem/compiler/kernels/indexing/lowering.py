@@ -1,4 +1,4 @@
-"""Lowering of gathers and scatters by index tensors (see `compiler.operators.indexing` for the attributes)."""
+"""Lowering of gathers and scatters by index tensors (see `compiler.kernels.indexing.operators` for the attributes)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flashmem.base.types import ITEMSIZE, DType
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node
+from flashmem.compiler.kernels.indexing.quantised_rows import LARGEST_CODE, LEAST, scale_offset
 from flashmem.compiler.kernels.movement.lowering import copy_region
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.registry import lowers
-from flashmem.compiler.operators.quantised_rows import LARGEST_CODE, LEAST, scale_offset
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 

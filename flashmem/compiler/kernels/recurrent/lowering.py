@@ -10,9 +10,9 @@ from __future__ import annotations
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.kernels.contraction.lowering import lower_matmul
+from flashmem.compiler.kernels.recurrent.operators import GATES
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.registry import lowers
-from flashmem.compiler.operators.recurrent import GATES
 from flashmem.compiler.operators.vector import scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 

@@ -10,10 +10,10 @@ from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.kernels.reduction.configs import RowConfig
+from flashmem.compiler.kernels.reduction.operators import whole_rows
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.pointwise import PointwiseBody
 from flashmem.compiler.lowering.registry import lowers
-from flashmem.compiler.operators.reduction import whole_rows
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 

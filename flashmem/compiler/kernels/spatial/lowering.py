@@ -12,10 +12,10 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.ir.strided import row_major
 from flashmem.compiler.kernels.movement.lowering import copy_region
+from flashmem.compiler.kernels.spatial.resize import height_taps
+from flashmem.compiler.kernels.spatial.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.lowering.registry import lowers
-from flashmem.compiler.operators.resize import height_taps
-from flashmem.compiler.operators.resize_taps import Axis, Rule, resize_taps
 from flashmem.compiler.operators.vector import REGISTER, STORED, Vector, scalar_literal
 from flashmem.program.launches import Arg, KernelShape
 

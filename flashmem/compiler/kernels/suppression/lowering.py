@@ -1,4 +1,4 @@
-"""Lowering of NonMaxSuppression (see `compiler.operators.suppression` for the attributes)."""
+"""Lowering of NonMaxSuppression (see `compiler.kernels.suppression.operators` for the attributes)."""
 
 from __future__ import annotations
 

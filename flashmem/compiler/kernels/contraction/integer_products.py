@@ -13,7 +13,7 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.operators.contraction import last_columns, lift, window
+from flashmem.compiler.kernels.contraction.operators import last_columns, lift, window
 from flashmem.compiler.operators.quantization import BYTES, rounded, zero_point
 from flashmem.compiler.operators.registry import FLOAT, REGISTRY, Operator, register
 from flashmem.compiler.operators.rewriting import reshaped, spreads

@@ -34,7 +34,8 @@ _STORED: Types = FLOAT | {"int8"}
 class Access:
     """Memory access of a stack of matrices: element (batch, row, channel) is at `start` plus an offset of each, in elements.
 
-    `scale`: rows are quantised (`compiler.operators.quantised_rows`); the scale of a row is that many bytes after its start.
+    `scale`: rows are quantised (`compiler.kernels.indexing.quantised_rows`); the scale of a row is that many bytes after its
+    start.
     """
 
     start: int

@@ -8,7 +8,7 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.operators.indexing import gather_elements
+from flashmem.compiler.kernels.indexing.operators import gather_elements
 from flashmem.compiler.operators.registry import (
     ANY,
     FLOAT,

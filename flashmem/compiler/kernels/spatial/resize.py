@@ -13,8 +13,8 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter
 from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.kernels.spatial.resize_taps import Axis, Rule, Taps, resize_taps
 from flashmem.compiler.operators.registry import ANY, FLOAT, INDEX, constant_inputs, each, register
-from flashmem.compiler.operators.resize_taps import Axis, Rule, Taps, resize_taps
 from flashmem.compiler.operators.rewriting import constant_integers, from_front, reshaped
 from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from flashmem.compiler.ir.builder import Rewriter
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.operators.contraction import bad_window, lift, window
+from flashmem.compiler.kernels.contraction.operators import bad_window, lift, window
 from flashmem.compiler.operators.registry import FLOAT, INDEX, Operator, Types, constant_inputs, each, register
 from flashmem.compiler.operators.rewriting import reshaped
 from flashmem.compiler.operators.tiling_interface import window_tile

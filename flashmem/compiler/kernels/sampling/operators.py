@@ -12,7 +12,7 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node
-from flashmem.compiler.operators.contraction import bad_window, window
+from flashmem.compiler.kernels.contraction.operators import bad_window, window
 from flashmem.compiler.operators.registry import FLOAT, INDEX, Operator, all_of, constant_inputs, fp32_inputs, register
 from flashmem.compiler.operators.rewriting import chain, constant_integers, reshaped
 

@@ -6,9 +6,9 @@ each factor is rounded to float32. A row whose largest element is below `LEAST` 
 infinite, the scale is so too.
 
 `ScatterQuantised` writes quantised rows into a copy of such a tensor, as `ScatterAt` writes floats
-(`compiler.operators.indexing`); only `compiler.passes.quantised_caches` produces it. Row (item, step) of the updates has `size`
-elements from the place on that `ScatterAt` defines. The other attributes are `ScatterAt`'s; `target` and `stride` are in
-bytes. If several steps of an item reach one row, the last one remains.
+(`compiler.kernels.indexing.operators`); only `compiler.passes.quantised_caches` produces it. Row (item, step) of the updates
+has `size` elements from the place on that `ScatterAt` defines. The other attributes are `ScatterAt`'s; `target` and `stride`
+are in bytes. If several steps of an item reach one row, the last one remains.
 """
 
 from __future__ import annotations

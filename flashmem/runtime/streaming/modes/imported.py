@@ -9,7 +9,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context, release
 from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.opencl.importing import HostImports
-from flashmem.runtime.streaming.in_place import MapTransfer
+from flashmem.runtime.streaming.modes.map import MapTransfer
 from flashmem.runtime.streaming.shared_pages import SharedSlices
 from flashmem.runtime.streaming.transfer import TransferLoad, view
 from flashmem.runtime.streaming.weight_file import WeightFile

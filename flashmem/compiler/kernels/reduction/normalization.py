@@ -8,7 +8,7 @@ import numpy as np
 
 from flashmem.compiler.ir.builder import Rewriter, constant
 from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.operators.reduction import whole_rows
+from flashmem.compiler.kernels.reduction.operators import whole_rows
 from flashmem.compiler.operators.registry import FLOAT, Check, Operator, all_of, each, register
 from flashmem.compiler.operators.rewriting import (
     axes_last,
