@@ -40,6 +40,9 @@ The dynamic program of the paper's objective, then CP-SAT where that leaves a ga
 memory. Where OR-tools is not installed, as on a phone, only the first.
 """
 
+SolverChoice = Literal["auto", "dp", "cp-sat"]
+"""The solvers that a user permits."""
+
 Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
 Strategy = Literal["stream", "on-demand", "always-next", "next-operator", "same-op", "resident-first"]
 """The planner ("stream"), or the baseline for comparison (planning/baselines.py), that was asked for."""

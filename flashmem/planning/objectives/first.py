@@ -61,14 +61,17 @@ def within_average(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
 
     It needs OR-tools, which a phone does not have.
     """
-    if plan.average_within is None or plan.gap <= _PROVEN:
+    limits = problem.limits
+    if plan.average_within is None or plan.gap <= _PROVEN or limits.solver == "dp":
         return plan
+    seconds = _SECONDS if limits.solve_seconds is None else limits.solve_seconds
     try:
         from flashmem.planning.latency.average_bound import seconds_within_average
     except ModuleNotFoundError:
-        return plan
+        note = "OR-tools is not installed: the bound ignores the average of memory that lambda permits"
+        return replace(plan, notes=(*plan.notes, note))
     begun, preload = time.monotonic(), {w.name for w in plan.weights if w.preload}
-    bound = seconds_within_average(problem.instance, preload, plan.average_within, plan.objective, _SECONDS)
+    bound = seconds_within_average(problem.instance, preload, plan.average_within, plan.objective, seconds)
     plan = replace(plan, solver="linear-program", solve_seconds=plan.solve_seconds + time.monotonic() - begun)
     return replace(plan, bound=bound, bound_scope="resident-set", bound_within=None) if bound > plan.bound else plan
 
@@ -77,6 +80,6 @@ _PROVEN = 0.005
 """A gap that needs no better bound."""
 
 _SECONDS = 2.0
-"""The most seconds that the search for a bound adds to a compilation."""
+"""The most seconds that the search for a bound adds to a compilation, if the user gives no other number."""
 
 OBJECTIVE: Objective = FirstAnswer()

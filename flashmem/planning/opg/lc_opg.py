@@ -102,11 +102,13 @@ def _solve_paper(
     if units == "share":
         chunks, distances = max(1, sum(paper.chunks.values())), max(1, len(instance.layers) * len(instance.weights))
         objective = lambda_ * preloaded / chunks + (1 - lambda_) * distance / distances
+    missing = solver == "dynamic-program" and workers and decision.cost > bound
+    notes = ("OR-tools is not installed: CP-SAT did not search the gap",) if missing else ()
     releases = {name: 0 if name in decision.preload else parts[0][0] for name, parts in decision.moves.items()}
     plan = assemble(
         instance, decision.preload, releases, decision.moves, kind=PAPER, lambda_=lambda_,
         objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale),
-        bound_scope="problem", tier=tier, started=started, notes=(), base=paper.forced, asked=asked,
+        bound_scope="problem", tier=tier, started=started, notes=notes, base=paper.forced, asked=asked,
     )  # fmt: skip
     return replace(plan, units=units, solver=solver)
 
