@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import MissingFileError, UserError
+from flashmem.base.foreign_models import check_format
 from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
@@ -111,6 +112,8 @@ def read_compilation(model: str | Path | bytes | onnx.ModelProto, request: Bundl
     """
     content = None if isinstance(model, str | Path) else _bytes_of(model)
     model = Path(_UNNAMED) if content is not None else Path(model)  # type: ignore[arg-type]
+    if content is None:
+        check_format(model)
     if content is None and not model.is_file() and not is_language_folder(model):
         what = "is a folder without a language model" if model.is_dir() else "does not exist"
         raise MissingFileError(f"model {model} {what}; name an .onnx or .gguf file, or a folder of a language model")

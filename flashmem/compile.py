@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flashmem.base.errors import BudgetError, FlashmemWarning, UserError
 from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
 from flashmem.bundle.cache import find_or_make
-from flashmem.bundle.language import Language
+from flashmem.bundle.language import WEIGHTS_KEY, Language
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
 from flashmem.compiler.adaptive.prompt_runs import with_longer_run
@@ -127,7 +127,7 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | N
     if compilation.kind == "gguf":
         read = sketched if sketch else matrix
         with converted(model, request.max_length, read, request.batch, beside=beside) as language:
-            yield _Source(language.path, language.language)
+            yield _Source(language.path, language.language, meta={WEIGHTS_KEY: language.key})
         return
     source = _Source(model)
     if compilation.kind == "folder":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from flashmem.base.errors import UserError
+from flashmem.base.interrupts import asking_first
 from flashmem.base.streams import say
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
@@ -20,9 +21,11 @@ from flashmem.cli.output.console import emit_json
 from flashmem.request.opening import SessionRequest
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.generation.conversation import Message
+from flashmem.runtime.generation.dialogue import Dialogue
 from flashmem.runtime.generation.draft_model import needed_bytes
 from flashmem.runtime.generation.generated_text import GenerationReport
 from flashmem.runtime.generation.generator import Generator
+from flashmem.runtime.generation.options import SamplingOptions, TextOptions
 from flashmem.runtime.opencl.discovery import use_one_device
 
 
@@ -48,17 +51,37 @@ def generate_text(options: GenerateCommand) -> None:
         saved = options.conversation
         asked = prompt is not None and not options.chat and saved is None
         if prompt is not None and (options.plain or (asked and not generator.language.chats)):
-            _answer(generator, prompt, options)
+            _answer(generator, generator.generate(prompt, speculate=options.speculate, **_text_options(options)), options)
             return
         messages: list[Message] = [] if options.system is None else [{"role": "system", "content": options.system}]
         if saved is not None and saved.exists():
             messages = generator.restore(saved) or messages
-        given = [] if prompt is None else [prompt]
-        for line in chain(given, _lines() if options.chat or prompt is None else ()):
-            messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(generator, messages, options)})
-            if saved is not None:
-                _save(generator, saved, messages)
+        _converse(generator, messages, options, prompt)
+
+
+def _converse(generator: Generator, messages: list[Message], options: GenerateCommand, prompt: str | None) -> None:
+    """Answer the prompt and, in a chat, each line of stdin: it goes on after an answer that Ctrl-C ended, and after an error
+    that only one message has.
+    """
+    dialogue, is_chat = Dialogue(generator, messages), options.chat or prompt is None
+    given = [] if prompt is None else [prompt]
+    for line in chain(given, _lines() if is_chat else ()):
+        answer = dialogue.ask(line, speculate=options.speculate, **_text_options(options))
+        try:
+            if is_chat:
+                with asking_first() as is_ended:
+                    _answer(generator, answer, options, is_ended)
+            else:
+                _answer(generator, answer, options)
+        except UserError as error:
+            if not is_chat:
+                raise
+            say(str(error))
+            continue
+        if dialogue.forgotten:
+            say(f"the cache is full: the oldest {dialogue.forgotten} messages are forgotten")
+        if options.conversation is not None:
+            _save(generator, options.conversation, dialogue.messages)
 
 
 def open_generator(call: GenerateCommand) -> Generator:
@@ -122,25 +145,31 @@ def _lines() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def _answer(generator: Generator, prompt: str | list[Message], options: GenerateCommand) -> str:
-    """Print an answer as it comes, and what it took; returns it."""
+def _text_options(options: GenerateCommand) -> TextOptions:
+    """The keywords of `Generator.generate`. What the model recommends is for those of sampling that are not given."""
+    chosen: Any = {name: value for name, value in options.given.items() if name in SamplingOptions.__annotations__}
+    made: TextOptions = {"max_new_tokens": options.max_new_tokens, "stop": options.stop}
+    made.update(chosen)
+    return made
+
+
+def _answer(
+    generator: Generator,
+    answer: Any,
+    options: GenerateCommand,
+    is_ended: Callable[[], bool] = lambda: False,
+) -> None:
+    """Print an answer (a generator of its pieces) as it comes, until it `is_ended`, and what it took."""
     pieces: list[str] = []
     try:
-        for piece in generator.generate(
-            prompt,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            repetition_penalty=options.repetition_penalty,
-            seed=options.seed,
-            stop=options.stop,
-            speculate=options.speculate,
-        ):
+        for piece in answer:
             pieces.append(piece)
             if not options.json:
                 print(piece, end="", flush=True)
+            if is_ended():
+                break
     finally:  # Ctrl-C ends with what was said so far
+        answer.close()
         if pieces and not options.json:
             print(flush=True)
     text, report = "".join(pieces), generator.last
@@ -149,7 +178,8 @@ def _answer(generator: Generator, prompt: str | list[Message], options: Generate
         emit_json({"text": text, **asdict(report)})
     else:
         say(_summary(report))
-    return text
+    if not (report.ended or is_ended()) and report.tokens < options.max_new_tokens:
+        say(f"the cache of {generator.language.max_length} tokens is full, so the answer ends here")
 
 
 def _summary(report: GenerationReport) -> str:

@@ -16,12 +16,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from queue import SimpleQueue
 from time import perf_counter
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 
@@ -224,7 +224,8 @@ class BatchGenerator:
             UserError: as `Generator.generate`.
             RunError: the generator is closed, or the system has no more threads.
         """
-        wanted, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
+        wanted = TextRequest.resolved(self.language.sampling, **options)
+        tokens = self.tokens_of(prompt, wanted.template_arguments)
         request = _Request(tokens, GeneratedText(self.language, self.tokenizer, wanted), deliver)
         with held_back(), self._lock:
             if self._is_closed:
@@ -234,9 +235,9 @@ class BatchGenerator:
             self._waiting.append(request)
         return Generation(request)
 
-    def tokens_of(self, prompt: Prompt) -> list[int]:
+    def tokens_of(self, prompt: Prompt, template_arguments: Mapping[str, Any] | None = None) -> list[int]:
         """The tokens of a prompt, as `generate` reads them. Raises UserError."""
-        return tokens_of(prompt, self.language, self.tokenizer)
+        return tokens_of(prompt, self.language, self.tokenizer, template_arguments)
 
     def close(self) -> None:
         """End all requests after the run under way, and close the session."""

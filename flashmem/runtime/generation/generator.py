@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.bundle.bundle import Bundle
@@ -70,21 +70,24 @@ class Generator:
         Args:
             prompt: a text to continue; messages, of which the last is the user's; or tokens.
             speculate: check drafts of several tokens in one run where the text repeats itself and that saves time.
-            options: `max_new_tokens` (256 by default), `stop`, and `temperature`, `top_k`, `top_p`, `repetition_penalty` and
-                `seed` (`flashmem.runtime.generation.sampling.Sampling`). The default takes the likeliest token.
+            options: `max_new_tokens` (256 by default), `stop`, `template_arguments` (names for the chat template, such as
+                `enable_thinking`), and `temperature`, `top_k`, `top_p`, `repetition_penalty` and `seed`
+                (`flashmem.runtime.generation.sampling.Sampling`). The default is what the model recommends, or else takes the
+                likeliest token.
 
         Raises:
             UserError: a number out of range; a prompt without tokens, with unknown ones, or longer than the cache; messages
                 that the chat template does not take.
             RunError: a run fails, or gives no numbers. Or another text has begun since.
         """
-        request, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
+        request = TextRequest.resolved(self.language.sampling, **options)
+        tokens = self.tokens_of(prompt, request.template_arguments)
         made = GeneratedText(self.language, self.tokenizer, request)
         return self._generated(tokens, made, speculate)
 
-    def tokens_of(self, prompt: Prompt) -> list[int]:
+    def tokens_of(self, prompt: Prompt, template_arguments: Mapping[str, Any] | None = None) -> list[int]:
         """The tokens of a prompt, as `generate` reads them. Raises UserError."""
-        return tokens_of(prompt, self.language, self.tokenizer)
+        return tokens_of(prompt, self.language, self.tokenizer, template_arguments)
 
     def save(self, path: str | Path, messages: Sequence[Message] = ()) -> None:
         """Save the cache, and the `messages` of its conversation, to a file (.npz), whole or not at all.
