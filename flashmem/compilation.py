@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +20,7 @@ from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import BATCH_TOKENS, CHECKED_TOKENS, IDS, MOST_ROWS, PROMPT_TOKENS, is_language_folder
+from flashmem.bundle.working_folder import working_folder
 from flashmem.compiler.options import Options
 from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.options import resolve
@@ -85,16 +85,17 @@ class Compilation:
         return cache.find(self.name, self.describes)
 
     @contextmanager
-    def in_a_file(self) -> Iterator[Compilation]:
-        """The same with the model in a file: a temporary one, as long as the body runs, if it is in none.
+    def in_a_file(self, beside: Path | None = None) -> Iterator[Compilation]:
+        """The same with the model in a file: if it is in none, one beside the bundle `beside` or a temporary one, as long as
+        the body runs.
 
         A UserError of the body then does not name that file.
         """
         if self.content is None:
             yield self
             return
-        with tempfile.TemporaryDirectory(prefix="flashmem-model-") as folder:
-            path = Path(folder) / self.model.name
+        with working_folder(beside, "flashmem-model-") as folder:
+            path = folder / self.model.name
             path.write_bytes(self.content)
             try:
                 yield replace(self, model=path, content=None)

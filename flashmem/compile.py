@@ -71,7 +71,7 @@ def compile(call: CompileCall) -> Bundle:
 
         def make(place: Path) -> Bundle:
             hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_language else ""
-            with compilation.in_a_file() as filed, _as_onnx(filed, beside=place) as source, adding(after=hint):
+            with compilation.in_a_file(place) as filed, _as_onnx(filed, beside=place) as source, adding(after=hint):
                 if filed is not compilation:
                     source = replace(source, meta={**source.meta, "model_path": ""})
                 read = _read(source, filed, progress)
@@ -137,7 +137,7 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | N
     if request.quantize is None:
         yield source
         return
-    with quantised(source.path, request.quantize) as made:
+    with quantised(source.path, request.quantize, beside=beside) as made:
         meta = {"quantize": request.quantize, "quantised": [asdict(each) for each in made.weights]}
         yield replace(source, path=made.path, meta=meta)
 

@@ -11,9 +11,8 @@ import mmap
 import shutil
 import struct
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,7 @@ from flashmem.base.errors import UserError
 from flashmem.base.extras import need
 from flashmem.base.units import format_size
 from flashmem.bundle.language import CONTROL, PATTERNS, RECOMMENDED
-from flashmem.bundle.manifest import disk_errors
-from flashmem.bundle.version_directories import scratch_folder
+from flashmem.bundle.working_folder import working_folder
 from flashmem.compiler.frontend.gguf.decoder import write_decoder
 from flashmem.compiler.frontend.gguf.keys import check_keys
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
@@ -59,12 +57,7 @@ def converted(
             it has no room for `max_length`; or the disk has none for the model.
     """
     need("a GGUF file", "gguf")
-    with ExitStack() as opened:
-        if beside is not None:
-            with disk_errors(beside):
-                folder = opened.enter_context(scratch_folder(beside))
-        else:
-            folder = Path(opened.enter_context(TemporaryDirectory(prefix="flashmem-gguf-")))
+    with working_folder(beside, "flashmem-gguf-") as folder:
         target = folder / f"{path.stem}.onnx"
         try:
             file = GGUFFile(path)
