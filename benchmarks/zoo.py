@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from flashmem.base.errors import BudgetError
 from flashmem.bundle.replacing import replace_plan
 from flashmem.compiler.adaptive.plan_graph import plan_program
 from flashmem.compiler.options import Options
+from flashmem.request.limits import Limits
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode
 from flashmem.tools.learn import limits_of
 
@@ -32,7 +33,7 @@ def planned_again(bundle: flashmem.Bundle, output: Path, *, mode: str | None = N
     Raises:
         BudgetError: the budget is too small; it names the smallest that works.
     """
-    changed = replace(limits_of(bundle), **limits)
+    changed = limits_of(bundle).replace(**limits).given_as(BundleRequest)
     options = Options(bundle.descriptor, choose_mode(bundle.descriptor, mode or bundle.meta["mode"]), changed)
-    meta = {"limits": asdict(changed), "budget_bytes": changed.budget, "mode": options.mode}
+    meta = {"limits": changed.values(Limits), "budget_bytes": changed.budget, "mode": options.mode}
     return replace_plan(bundle, plan_program(bundle.program, options), {**bundle.meta, **meta}, output)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from flashmem.base import interrupts
 
 
 def main() -> None:
     """The entry point: exits with 0, 1 (the run failed), 2 (the user has to change something) or 130 (interrupted)."""
     interrupts.watch()
-    if all(importlib.util.find_spec(name) for name in ("typer", "flashmem.cli.main")):
-        from flashmem.cli.main import main as command_line
-    else:  # a phone: the commands of the online half
-        from flashmem.cli.plain import main as command_line
+    from flashmem.cli.main import main as command_line
+
     command_line()
 
 

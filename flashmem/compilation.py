@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, StatePrecision, States, TransferMode
+from flashmem.base.foreign_models import check_format
 from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import BATCH_TOKENS, CHECKED_TOKENS, IDS, MOST_ROWS, PROMPT_TOKENS, is_language_folder
-from flashmem.bundle.shape_variants import Shapes, checked_variants
+from flashmem.bundle.working_folder import working_folder
 from flashmem.compiler.options import Options
 from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.options import resolve
-from flashmem.planning.limits import read_limits
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.objectives import AUTO, STEADY
-from flashmem.schedule.plan import Strategy, Units
 
 if TYPE_CHECKING:
     import onnx
@@ -41,17 +39,18 @@ DATA_FILES = "data_files"
 
 @dataclass(frozen=True)
 class Compilation:
-    """What to compile. `max_length`: tokens that the cache of a language model holds; None for the default. `quantize`: the
-    type that float32 weights become first. `batch`: requests at a time. `content`: the bytes of a model that is in no file;
+    """What to compile: a model for each of the `variants` of one request. `content`: the bytes of a model that is in no file;
     `model` is then a name for it.
     """
 
     model: Path
     variants: tuple[Options, ...]
-    max_length: int | None = None
-    quantize: Quantize | None = None
-    batch: int = 1
     content: bytes | None = field(default=None, repr=False)
+
+    @property
+    def request(self) -> BundleRequest:
+        """The resolved request; it is the same for all variants."""
+        return self.variants[0].request
 
     @property
     def kind(self) -> ModelKind:
@@ -67,9 +66,9 @@ class Compilation:
     def name(self) -> str:
         """The name of its bundle in the cache: with a hash of all options, and of the model's path, size and time, or bytes."""
         descriptor = self.variants[0].descriptor
-        options = [asdict(each) for each in self.variants]
         model = states_of([self.model]) if self.content is None else hashlib.sha256(self.content).hexdigest()
-        content = [__version__, model, self.max_length, self.batch, self.quantize, options, content_hash(descriptor)]
+        shapes = [each.shapes for each in self.variants]
+        content = [__version__, model, self.request.values(), shapes, asdict(descriptor), content_hash(descriptor)]
         key = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
         return f"{self.model.stem}-{key[:16]}"
 
@@ -86,16 +85,17 @@ class Compilation:
         return cache.find(self.name, self.describes)
 
     @contextmanager
-    def in_a_file(self) -> Iterator[Compilation]:
-        """The same with the model in a file: a temporary one, as long as the body runs, if it is in none.
+    def in_a_file(self, beside: Path | None = None) -> Iterator[Compilation]:
+        """The same with the model in a file: if it is in none, one beside the bundle `beside` or a temporary one, as long as
+        the body runs.
 
         A UserError of the body then does not name that file.
         """
         if self.content is None:
             yield self
             return
-        with tempfile.TemporaryDirectory(prefix="flashmem-model-") as folder:
-            path = Path(folder) / self.model.name
+        with working_folder(beside, "flashmem-model-") as folder:
+            path = folder / self.model.name
             path.write_bytes(self.content)
             try:
                 yield replace(self, model=path, content=None)
@@ -105,78 +105,55 @@ class Compilation:
                 raise
 
 
-def read_compilation(
-    model: str | Path | bytes | onnx.ModelProto,
-    *,
-    device: str = "auto",
-    budget: int | str | None = None,
-    m_peak: int | str | None = None,
-    lambda_: float | None = None,
-    chunk: int | str | None = None,
-    precision: Precision = "fp32",
-    state_precision: StatePrecision | None = None,
-    shapes: Shapes | Sequence[Shapes] | None = None,
-    states: States | None = None,
-    constants: Mapping[str, Any] | None = None,
-    max_length: int | None = None,
-    batch: int | None = None,
-    quantize: Quantize | None = None,
-    preload: Sequence[str] = (),
-    memory_path: MemoryPath | Literal["auto"] = "auto",
-    mode: TransferMode | Literal["auto"] = "auto",
-    objective: str = "auto",
-    strategy: Strategy = "stream",
-    unfusion: bool = True,
-    mu: float = 0.1,
-    alpha: float = 0.1,
-    units: Units = "share",
-    optimize: Optimize = "cold",
-    host_budget: int | str | None = None,
-) -> Compilation:
-    """Resolve the arguments of `flashmem.compile`, which documents them.
+def read_compilation(model: str | Path | bytes | onnx.ModelProto, request: BundleRequest) -> Compilation:
+    """Resolve a request for `model`, whose kind determines some of it.
 
     Raises:
-        UserError: no such model, or an argument must change.
+        UserError: no such model, or an option must change.
     """
     content = None if isinstance(model, str | Path) else _bytes_of(model)
     model = Path(_UNNAMED) if content is not None else Path(model)  # type: ignore[arg-type]
+    if content is None:
+        check_format(model)
     if content is None and not model.is_file() and not is_language_folder(model):
         what = "is a folder without a language model" if model.is_dir() else "does not exist"
         raise MissingFileError(f"model {model} {what}; name an .onnx or .gguf file, or a folder of a language model")
-    rows = 1 if batch is None else batch
-    if (kind := kind_of(model)) == "onnx" and rows != 1:
+    request = _of_network(model, request) if kind_of(model) == "onnx" else _of_language_model(model, request)
+    if request.state_precision is not None and request.states is None:
+        raise UserError("--state-precision is for states, and none is named; name them with --state")
+    if request.states is not None and request.objective == AUTO:
+        request = request.replace(objective=STEADY.name)  # a model is run many times for one answer
+    first = resolve(request)
+    return Compilation(model, tuple(replace(first, shapes=each) for each in request.shapes), content)
+
+
+def _of_network(model: Path, request: BundleRequest) -> BundleRequest:
+    """`request` for an ONNX file. Raises UserError for options of language models."""
+    if request.batch != 1:
         raise UserError(f"--batch is for a GGUF file or a folder of a language model, which {model} is not; leave it out")
-    if not 1 <= rows <= MOST_ROWS:
-        raise UserError(f"--batch {rows} is not possible; give a number from 1 to {MOST_ROWS}")
-    if kind != "onnx":
-        if any(checked_variants(shapes)) or states is not None or constants:
-            raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
-        if quantize is not None and kind == "gguf":
-            raise UserError(f"the weights of {model} keep the types that they have there; leave out --quantize")
-        shapes, states, state_precision = (
-            tuple({IDS: (rows, count)} for count in ((1, CHECKED_TOKENS, PROMPT_TOKENS) if rows == 1 else (1, BATCH_TOKENS))),
-            "auto",
-            state_precision or "fp16",
-        )
-    elif max_length is not None:
+    if request.max_length is not None:
         raise UserError(
             f"--max-length is for a GGUF file or a folder of a language model, which {model} is not; give the sizes of its "
             "inputs with --shape"
         )
-    if state_precision is not None and states is None:
-        raise UserError("--state-precision is for states, and none is named; name them with --state")
-    if states is not None and objective == AUTO:
-        objective = STEADY.name  # a model is run many times for one answer
-    limits = read_limits(
-        budget=budget, m_peak=m_peak, chunk=chunk, lambda_=lambda_, objective=objective, preload=preload, strategy=strategy,
-        unfusion=unfusion, mu=mu, alpha=alpha, units=units, host_budget=host_budget,
-    )  # fmt: skip
-    options = resolve(
-        limits, device=device, memory_path=memory_path, mode=mode, precision=precision,
-        state_precision=state_precision, optimize=optimize, states=states, constants=constants,
-    )  # fmt: skip
-    variants = tuple(replace(options, shapes=each) for each in checked_variants(shapes))
-    return Compilation(model, variants, max_length, quantize, rows, content)
+    return request
+
+
+def _of_language_model(model: Path, request: BundleRequest) -> BundleRequest:
+    """`request` with the shapes and states of a language model. Raises UserError for others."""
+    rows = request.batch
+    if not 1 <= rows <= MOST_ROWS:
+        raise UserError(f"--batch {rows} is not possible; give a number from 1 to {MOST_ROWS}")
+    if any(request.shapes) or request.states is not None or request.constants:
+        raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
+    if request.quantize is not None and kind_of(model) == "gguf":
+        raise UserError(f"the weights of {model} keep the types that they have there; leave out --quantize")
+    counts = (1, CHECKED_TOKENS, PROMPT_TOKENS) if rows == 1 else (1, BATCH_TOKENS)
+    return request.replace(
+        shapes=[{IDS: (rows, count)} for count in counts],
+        states="auto",
+        state_precision=request.state_precision or "fp16",
+    )
 
 
 def states_of(paths: Iterable[Path]) -> list[list[str | int]]:

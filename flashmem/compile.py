@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from flashmem.base.errors import BudgetError, FlashmemWarning, UserError
-from flashmem.base.types import MemoryPath, Optimize, Precision, Quantize, StatePrecision, States, TransferMode
 from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
 from flashmem.bundle.cache import find_or_make
-from flashmem.bundle.language import Language
-from flashmem.bundle.shape_variants import Shapes
+from flashmem.bundle.language import WEIGHTS_KEY, Language
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
 from flashmem.compiler.adaptive.prompt_runs import with_longer_run
@@ -40,150 +38,52 @@ from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program
+from flashmem.request.description import keywords_of
+from flashmem.request.limits import Limits
+from flashmem.request.request import BundleRequest, CompileCall
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, BuildResult, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
 from flashmem.schedule.instance import Instance
-from flashmem.schedule.plan import OverlapPlan, Strategy, Units
+from flashmem.schedule.plan import OverlapPlan
 
 if TYPE_CHECKING:
-    import onnx
+    pass
 
 Progress = Callable[[str, float], None]
 
 
-def compile(
-    model: str | Path | bytes | onnx.ModelProto,
-    output: str | Path | None = None,
-    *,
-    device: str = "auto",
-    budget: int | str | None = None,
-    m_peak: int | str | None = None,
-    host_budget: int | str | None = None,
-    lambda_: float | None = None,
-    chunk: int | str | None = None,
-    precision: Precision = "fp32",
-    state_precision: StatePrecision | None = None,
-    shapes: Shapes | Sequence[Shapes] | None = None,
-    states: States | None = None,
-    constants: Mapping[str, Any] | None = None,
-    max_length: int | None = None,
-    batch: int | None = None,
-    quantize: Quantize | None = None,
-    preload: Sequence[str] = (),
-    memory_path: MemoryPath | Literal["auto"] = "auto",
-    mode: TransferMode | Literal["auto"] = "auto",
-    objective: str = "auto",
-    strategy: Strategy = "stream",
-    unfusion: bool = True,
-    mu: float = 0.1,
-    alpha: float = 0.1,
-    units: Units = "share",
-    build: bool = True,
-    with_binaries: bool = False,
-    optimize: Optimize = "cold",
-    dump_passes: str | Path | None = None,
-    progress: Progress | None = None,
-) -> Bundle:
+@keywords_of(CompileCall)
+def compile(call: CompileCall) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
-
-    Args:
-        model: an ONNX file, its bytes or an `onnx.ModelProto` (both with all weights inside); or a language model, whose shapes
-            and states are known: a GGUF file, or a folder of onnxruntime-genai, optimum or transformers.js.
-        output: the bundle's folder (`model.flashmem`). None keeps it in the user's cache, where an equal call finds it again.
-            If the cache cannot be written, it is kept until the process ends, with a warning.
-        device: "auto", part of the name of a local device, or the name or file of a descriptor.
-        budget: most bytes that flashmem may hold: on a device with memory of its own there, else in all; None for no limit.
-        m_peak: most bytes in flight in addition to W (FlashMem §3.1), for planning with the paper's parameters.
-        host_budget: the host budget that sessions will have, for a device with memory of its own: what stays there and in
-            pinned host memory is then chosen together.
-        lambda_: weighs latency (0) against memory (1); in the paper's objective, loading distance against W. The default is 0,
-            or the paper's 0.9 for objective "paper".
-        chunk: S, the unit of transfer; by default at most a quarter of what the median launch can carry.
-        precision: the stored type of weights and activations; sums are fp32. "tf32": they are stored in fp32, and NVIDIA's
-            tensor cores round the operands of products with weights and of convolutions to 10 bits of mantissa.
-        state_precision: the stored type of states, by default fp16 for a GGUF file, and `precision` for others. "int8": caches
-            of keys and values in 8 bits, with a float32 scale for each row of a head, and other states in half.
-        shapes: sizes for open dimensions, by input. Or several of these, for a bundle with one shape variant each and common
-            weights. A session then runs the variant whose shapes its inputs have.
-        states: inputs that the next run reads as outputs of this one, input name to output name; "auto": all pairs that are
-            named past and present. A session keeps them on the device, and neither takes nor returns them.
-        constants: values of inputs that never change, numbers or arrays by name. The bundle has no such inputs, and branches on
-            them are folded.
-        max_length: of a language model: tokens that its cache holds, by default 2,048 or the model's context.
-        batch: of a language model: requests that `BatchGenerator` answers at a time, each with a cache of its own; 1 by
-            default, for `Generator`.
-        quantize: store float32 weights of products and tables as integers with scales: "int4" or "int8". `Bundle.meta` has the
-            error of each as `quantised` (`flashmem.compiler.frontend.quantize`).
-        preload: weights that must be resident from the start.
-        memory_path: the memory objects that kernels read weights from; "auto" selects the device's first path.
-        mode: the transfer mode of weights; "auto" selects the device's first mode on that path.
-        objective: "first" answer (the default), "steady" (later runs; the default with states), or "paper".
-        strategy: "stream" plans; the others are the simpler ones of `planning.baselines`, for comparison.
-        unfusion: split fusion groups where that improves the plan (FlashMem §4.3).
-        mu: weight of loading distance in the ranking of fusion groups for a split.
-        units: of the paper's objective: "share" of all chunks and all launches, or chunks and launches as "printed".
-        alpha: the least gain in load capacity, as a fraction, for which a fusion group is split.
-        build: if the device is local, compile the kernels into the program cache, so that the first run compiles nothing.
-        with_binaries: also store the compiled kernels in the bundle, for exactly equal devices and drivers.
-        optimize: select kernels for the first answer ("cold": building and loading count too) or for later ones ("steady").
-        dump_passes: a folder for the graph as text, as imported and after each pass of the compiler; for several shape
-            variants, with one subfolder each.
-        progress: called with a stage and the fraction done.
 
     Raises:
         UserError: the model or an argument must change; a BudgetError if the budget is too small.
         RunError: the device's driver refuses a kernel.
     """
-    if with_binaries and not build:
+    if call.with_binaries and not call.build:
         raise UserError("a bundle cannot carry kernels that are not built; leave out either --no-build or --with-binaries")
-    progress = progress or (lambda stage, fraction: None)
-    compilation = read_compilation(
-        model,
-        device=device,
-        budget=budget,
-        m_peak=m_peak,
-        host_budget=host_budget,
-        lambda_=lambda_,
-        chunk=chunk,
-        precision=precision,
-        state_precision=state_precision,
-        shapes=shapes,
-        states=states,
-        constants=constants,
-        max_length=max_length,
-        batch=batch,
-        quantize=quantize,
-        preload=preload,
-        memory_path=memory_path,
-        mode=mode,
-        objective=objective,
-        strategy=strategy,
-        unfusion=unfusion,
-        mu=mu,
-        alpha=alpha,
-        units=units,
-        optimize=optimize,
-    )
-    if dump_passes is not None:
+    progress = call.progress or (lambda stage, fraction: None)
+    compilation = read_compilation(call.model, call.given_as(BundleRequest))
+    if call.dump_passes is not None:
         with compilation.in_a_file() as filed, _as_onnx(filed) as source:
-            _dump_passes(source, Path(dump_passes), filed)
-    with KernelBuilder(device, lambda fraction: progress("build kernels", fraction)) as kernels:
+            _dump_passes(source, call.dump_passes, filed)
+    with KernelBuilder(call.device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
             hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_language else ""
-            with compilation.in_a_file() as filed, _as_onnx(filed, beside=place) as source, adding(after=hint):
+            with compilation.in_a_file(place) as filed, _as_onnx(filed, beside=place) as source, adding(after=hint):
                 if filed is not compilation:
                     source = replace(source, meta={**source.meta, "model_path": ""})
                 read = _read(source, filed, progress)
-                return _compile(filed, source, read, place, progress, kernels if build else None)
+                return _compile(filed, source, read, place, progress, kernels if call.build else None)
 
-        bundle = make(Path(output)) if output is not None else find_or_make(compilation.name, make, compilation.describes)
-        if not build:
+        bundle = find_or_make(compilation.name, make, compilation.describes) if call.output is None else make(call.output)
+        if not call.build:
             return bundle
         built = kernels.finish(bundle)
         if built is not None:
             _warn_of_miscompiled(built)
-        return carrying(bundle, built) if with_binaries else bundle
+        return carrying(bundle, built) if call.with_binaries else bundle
 
 
 def _warn_of_miscompiled(built: BuildResult) -> None:
@@ -223,22 +123,22 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | N
 
     A file that is written for this is on the disk of the bundle `beside`, or a temporary one.
     """
-    model = compilation.model
+    model, request = compilation.model, compilation.request
     if compilation.kind == "gguf":
         read = sketched if sketch else matrix
-        with converted(model, compilation.max_length, read, compilation.batch, beside=beside) as language:
-            yield _Source(language.path, language.language)
+        with converted(model, request.max_length, read, request.batch, beside=beside) as language:
+            yield _Source(language.path, language.language, meta={WEIGHTS_KEY: language.key})
         return
     source = _Source(model)
     if compilation.kind == "folder":
-        language = read_folder(model, compilation.max_length, compilation.batch)
+        language = read_folder(model, request.max_length, request.batch)
         source = _Source(language.path, language.language, language.rewrite, language.files)
     source = replace(source, files=(*source.files, *model_files(load_mapped(source.path), source.path)))
-    if compilation.quantize is None:
+    if request.quantize is None:
         yield source
         return
-    with quantised(source.path, compilation.quantize) as made:
-        meta = {"quantize": compilation.quantize, "quantised": [asdict(each) for each in made.weights]}
+    with quantised(source.path, request.quantize, beside=beside) as made:
+        meta = {"quantize": request.quantize, "quantised": [asdict(each) for each in made.weights]}
         yield replace(source, path=made.path, meta=meta)
 
 
@@ -263,7 +163,7 @@ def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress
     Raises:
         UserError: as `compile`.
     """
-    if compilation.quantize is not None:
+    if compilation.request.quantize is not None:
         raise UserError("--estimate reads no weights, and --quantize needs them; leave out one of them")
     with _as_onnx(compilation, sketch=True) as source:
         read = _read(source, compilation, progress)
@@ -281,7 +181,7 @@ def _read(source: _Source, compilation: Compilation, progress: Progress) -> Vari
     progress("import", 0.0)
     variants = compilation.variants
     graphs: Sequence[Graph] = read_graphs(variants, read)
-    if compilation.is_language and compilation.batch == 1:
+    if compilation.is_language and compilation.request.batch == 1:
         variants, graphs = with_longer_run(variants, graphs, Language.from_json(source.language).max_length, read)
     return Variants.of(variants, graphs)
 
@@ -307,7 +207,7 @@ def _compile(
     def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
         if kernels is not None:
             request = BuildRequest(
-                generated.program, generated.source, options.descriptor, options.limits.strategy, options.mode, plan
+                generated.program, generated.source, options.descriptor, options.request.strategy, options.mode, plan
             )
             kernels.begin(request)
 
@@ -355,7 +255,7 @@ def _variant(generated: Generated, planned: CompiledVariant, options: Options) -
 
 def _posed(program: Program, plan: OverlapPlan, options: Options) -> Instance:
     """The overlap-plan problem that `plan` solves, stored so that the bundle can be planned again for other budgets."""
-    return planning_instance(program, options.descriptor, options.mode, replace(options.limits, chunk=plan.chunk_bytes))
+    return planning_instance(program, options.descriptor, options.mode, options.request.replace(chunk=plan.chunk_bytes))
 
 
 def _states_in_half(graph: Graph) -> dict[str, object]:
@@ -371,8 +271,8 @@ def _about(model: Path, options: Options) -> dict[str, object]:
     return {
         "model": model.stem,
         "model_path": str(model.resolve()),
-        "budget_bytes": options.limits.budget,
+        "budget_bytes": options.request.budget,
         "mode": options.mode,
-        "limits": asdict(options.limits),
-        "constants": dict(options.constants),
+        "limits": options.request.values(Limits),
+        "constants": dict(options.request.constants),
     }

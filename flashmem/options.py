@@ -1,4 +1,4 @@
-"""Options of `compile`, resolved: device, memory path, transfer mode, limits and precision.
+"""A request, resolved against a device: its descriptor, memory path and transfer mode.
 
 `compile`, `simulate`, `sweep` and `plan` use it; `runtime.request.options` resolves the options of a session. So the same words
 have the same meaning everywhere, and are refused with the same message.
@@ -6,60 +6,34 @@ have the same meaning everywhere, and are refused with the same message.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, get_args
-
-import numpy as np
-
 from flashmem.base.errors import UserError
-from flashmem.base.types import Optimize, Precision, StatePrecision, States
+from flashmem.base.types import Precision
 from flashmem.compiler.configs.listed import listed_configs
 from flashmem.compiler.kernels.contraction.tensor_cores import Tf32Contraction
 from flashmem.compiler.options import Options
-from flashmem.planning.limits import Limits
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode, find_descriptor
 from flashmem.target.descriptor import DeviceDescriptor
 
 
-def resolve(
-    limits: Limits,
-    *,
-    device: str = "auto",
-    memory_path: str = "auto",
-    mode: str = "auto",
-    precision: Precision = "fp32",
-    state_precision: StatePrecision | None = None,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
-    optimize: Optimize = "cold",
-    states: States | None = None,
-    constants: Mapping[str, Any] | None = None,
-) -> Options:
-    """Resolve the target and the limits for which a model is compiled or planned. States are stored in
-    `precision` by default.
+def resolve(request: BundleRequest) -> Options:
+    """What `request` asks for of its device, for its first shape variant.
+
+    The resolved request names the device, its memory path, the mode and the precision of states, so that equal ones are equal.
 
     Raises:
-        UserError: no such device, or it lacks the memory path or the mode; or an unknown precision or optimization.
+        UserError: no such device, or it lacks the memory path, the mode or the precision.
     """
-    if optimize not in get_args(Optimize):
-        raise UserError(f"optimize {optimize!r} is unknown; name one of: {', '.join(get_args(Optimize))}")
-    of_states: StatePrecision = state_precision or ("fp32" if precision == "tf32" else precision)
-    for name, given, known in (
-        ("precision", precision, get_args(Precision)),
-        ("state precision", of_states, get_args(StatePrecision)),
-    ):
-        if given not in known:
-            raise UserError(f"{name} {given!r} is unknown; name one of: {', '.join(known)}")
-    descriptor = find_descriptor(device, memory_path)
-    check_precision(descriptor, precision)
-    pairs = dict(states) if isinstance(states, Mapping) else states
-    try:
-        fixed = {name: np.asarray(value).tolist() for name, value in (constants or {}).items()}
-    except ValueError:
-        raise UserError("a constant has rows of different lengths; give an array, or numbers in its shape") from None
-    return Options(
-        descriptor, choose_mode(descriptor, mode), limits, precision, dict(shapes or {}), optimize, pairs, fixed,
-        of_states,
-    )  # fmt: skip
+    descriptor = find_descriptor(request.device, request.memory_path)
+    check_precision(descriptor, request.precision)
+    mode = choose_mode(descriptor, request.mode)
+    resolved = request.replace(
+        device=descriptor.name,
+        memory_path=descriptor.memory_paths[0],
+        mode=mode,
+        state_precision=request.resolved_state_precision,
+    )
+    return Options(descriptor, mode, resolved, request.shapes[0])
 
 
 def check_precision(descriptor: DeviceDescriptor, precision: Precision) -> None:

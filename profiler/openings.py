@@ -13,7 +13,6 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.planning.limits import Limits
 from flashmem.target.descriptor import DeviceDescriptor
 
 from .sketch import Sketch
@@ -69,7 +68,7 @@ def _bundle(path: Path, graph: Graph, descriptor: DeviceDescriptor, mode: Transf
     graph = prepare(graph)
     made = generate(graph, fuse(graph), descriptor)
     # The rates are not measured yet and the model is not trained, so the plan must not use it.
-    options = Options(replace(descriptor, capacity_model=""), mode, Limits())
+    options = Options(replace(descriptor, capacity_model=""), mode)
     with BundleWriter(path) as writer:
         made.write(writer)
         writer.commit(made.program, made.source, plan_program(made.program, options), descriptor, {"mode": mode})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flashmem.compilation import read_compilation
+from flashmem.request.request import BundleRequest
 
 ONNX = b"a model that nothing reads"
 KNOWN: dict[str, Any] = {"device": "nvidia"}
@@ -54,7 +55,7 @@ SAME: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def key(**options: Any) -> str:
-    return read_compilation(ONNX, **{**KNOWN, **options}).name
+    return read_compilation(ONNX, BundleRequest(**{**KNOWN, **options})).name
 
 
 def test_every_option_of_a_bundle_is_in_its_name() -> None:
@@ -70,6 +71,6 @@ def test_the_same_request_in_other_words_has_the_same_name(one: dict[str, Any], 
 def test_what_a_language_model_holds_is_in_its_name(tmp_path: Path) -> None:
     (model := tmp_path / "m.gguf").write_bytes(b"GGUF")
     asked: list[dict[str, Any]] = [{}, {"max_length": 64}, {"batch": 4}, {"state_precision": "int8"}, {"objective": "first"}]
-    names = [read_compilation(model, **KNOWN, **each).name for each in asked]
+    names = [read_compilation(model, BundleRequest(**KNOWN, **each)).name for each in asked]
     assert len({*names}) == len(names)
-    assert read_compilation(model, **KNOWN, batch=1, state_precision="fp16").name == names[0]
+    assert read_compilation(model, BundleRequest(**KNOWN, batch=1, state_precision="fp16")).name == names[0]

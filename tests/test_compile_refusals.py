@@ -23,7 +23,7 @@ from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.planning import budget
 from flashmem.planning.latency import bounds
 from flashmem.planning.latency import first_answer as latency
-from flashmem.planning.limits import Limits
+from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import load_descriptor
 
 
@@ -66,7 +66,7 @@ def test_a_refusal_makes_nothing_twice_and_proves_nothing_of_what_it_refuses(
     count(budget, "first_plan")
     monkeypatch.setattr(latency, "fastest_seconds", bounds.fastest_seconds)
     count(latency, "fastest_seconds")
-    options = Options(load_descriptor("generic-cpu"), "map", Limits(budget=1000))
+    options = Options(load_descriptor("generic-cpu"), "map", BundleRequest(budget=1000))
     graph = read_graph(chain_of_convolutions(tmp_path / "chain.onnx"), options)
     with pytest.raises(BudgetError) as refusal:
         plan_graph(graph, options)

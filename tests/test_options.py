@@ -11,9 +11,10 @@ import pytest
 
 import flashmem
 from flashmem.base.errors import BudgetError, NoDeviceError, UserError
-from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.cli.calls.models import SimulateCommand
 from flashmem.cli.commands.plan_zoo import plan_architecture
-from flashmem.cli.commands.simulate import SimulateOptions, simulate_model
+from flashmem.cli.commands.simulate import simulate_model
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_budget, choose_mode, find_descriptor
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.sweep.grid import Grid
@@ -35,7 +36,7 @@ def _sweep(model: Path | str, device: str, mode: str) -> None:
 ASKERS: dict[str, Asker] = {
     "compile": lambda device, mode: flashmem.compile(RESNET, device=device, mode=mode),  # type: ignore[arg-type]
     "sweep": lambda device, mode: _sweep(RESNET, device, mode),
-    "plan": lambda device, mode: plan_architecture("gptneo-125m", CompileOptions(device=device, mode=mode, m_peak="1GB")),
+    "plan": lambda device, mode: plan_architecture("gptneo-125m", BundleRequest(device=device, mode=mode, m_peak="1GB")),
 }
 
 
@@ -62,9 +63,8 @@ def test_every_command_refuses_a_request_with_the_same_sentence(device: str, mod
     (only,) = said
     assert only.startswith(sentence)
     if mode != "map":  # the memory path of a bundle is fixed
-        options = SimulateOptions()
         for play in (
-            lambda: simulate_model(bundle, CompileOptions(device=device, mode=mode), options),
+            lambda: simulate_model(SimulateCommand(bundle, device=device, mode=mode)),
             lambda: _sweep(bundle, device, mode),
         ):
             with pytest.raises(UserError) as refusal:
@@ -93,7 +93,7 @@ def test_a_device_that_is_neither_here_nor_described_is_told_what_there_is() -> 
         ({"mu": -1.0}, "mu -1.0 is not a number of 0 or more"),
         ({"alpha": float("nan")}, "alpha nan is not a number of 0 or more"),
         ({"chunk": 0}, "chunk 0 is not a positive number of bytes"),
-        ({"memory_path": "drum"}, "has no memory path 'drum'"),
+        ({"memory_path": "drum"}, "memory path 'drum' is unknown; name one of: auto, buffer, texture"),
     ],
 )
 def test_what_compile_is_asked_is_held_against_what_there_is(options: dict[str, Any], sentence: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
@@ -223,12 +225,22 @@ PARTS = {
 """By name, in the order in which they run. Time that a part leaves is for the ones after it."""
 
 
+def _on_its_share(function: Callable[[Any], Outcome], jobs: int, task: Any) -> Outcome:
+    """Call with a share of the processors, so that the processes' own children are not all for each."""
+    if hasattr(os, "sched_setaffinity"):
+        mine = sorted(os.sched_getaffinity(0))
+        share = max(1, (os.cpu_count() or 1) // jobs)
+        os.sched_setaffinity(0, random.sample(mine, min(len(mine), share)))
+    return function(task)
+
+
 def _in_processes(
     function: Callable[[Item], Outcome], tasks: Iterable[Item], setting: Setting, deadline: float
 ) -> Iterator[Outcome]:
     """The outcomes of tasks in worker processes. None begins after the deadline."""
     in_time = (task for task in tasks if time.monotonic() < deadline)
-    for task, result in call_isolated(function, in_time, jobs=setting.jobs, timeout=setting.longest):
+    own = partial(_on_its_share, function, setting.jobs)
+    for task, result in call_isolated(own, in_time, jobs=setting.jobs, timeout=setting.longest):
         if isinstance(result, str):
             made = Outcome()
             made.add("failed", f"{result} of {str(task)[:300]}")

@@ -22,7 +22,7 @@ from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
-from flashmem.planning.limits import read_limits
+from flashmem.request.request import BundleRequest
 from flashmem.tools.zoo.graphs import zoo_graph
 from flashmem.tools.zoo.models import find
 
@@ -47,7 +47,7 @@ def rows(device: str, deadline: float) -> Iterator[Row]:
 
 
 def _ours(name: str, device: str) -> float:
-    options = resolve(read_limits(), device=device, optimize="steady")
+    options = resolve(BundleRequest(device=device, optimize="steady"))
     made, plan = plan_graph(prepare(zoo_graph(name)), options)
     plan = with_layouts(made.program, plan, options.descriptor.modes[made.program.memory_path])
     with tempfile.TemporaryDirectory(prefix="flashmem-kernels-") as scratch:

@@ -13,7 +13,7 @@ from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.options import resolve
-from flashmem.planning.limits import read_limits
+from flashmem.request.request import BundleRequest
 from flashmem.tools.smallest_budget import smallest_budget as found
 
 Row = dict[str, Any]
@@ -28,7 +28,7 @@ TABLE_8 = {
 
 def smallest_budget(model: Path, device: str, precision: Precision = "fp32") -> int:
     """The smallest budget that the planner names."""
-    options = resolve(read_limits(), device=device, precision=precision)
+    options = resolve(BundleRequest(device=device, precision=precision))
     return found(read_graph(model, options), options).nbytes
 
 

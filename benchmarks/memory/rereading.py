@@ -31,11 +31,11 @@ from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.compiler.tiling.patches import Chain, in_patches
 from flashmem.options import resolve
-from flashmem.planning.limits import read_limits
 from flashmem.planning.planner import plan_instance, planning_instance
 from flashmem.program.launches import Arg, Launch
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.tools.zoo.models import names, tiny_names
 
@@ -68,7 +68,7 @@ def read_again(program: Program) -> Program:
 def programs(model: Path, options: Options) -> list[Program]:
     """The program without patches, and those with the chains for each limit, with weights counted or not."""
     graph = read_graph(model, options)
-    patches = Patches(graph, options.descriptor, options.precision)
+    patches = Patches(graph, options.descriptor, options.request.precision)
     found: dict[tuple[Chain, ...], None] = {(): None}
     least = patches.choose(0)[1]
     for memory in (patches.memory, replace(patches.memory, weight_bytes=lambda value: 0)):
@@ -77,14 +77,14 @@ def programs(model: Path, options: Options) -> list[Program]:
     made = []
     for chains in found:
         tiled = in_patches(graph, chains) if chains else graph
-        layers, _ = in_lowest_order(tiled, fuse(tiled), half=options.precision == "fp16")
-        made.append(generate(tiled, layers, options.descriptor, precision=options.precision).program)
+        layers, _ = in_lowest_order(tiled, fuse(tiled), half=options.request.precision == "fp16")
+        made.append(generate(tiled, layers, options.descriptor, precision=options.request.precision).program)
     return made
 
 
 def planned(program: Program, options: Options, budget: int) -> OverlapPlan:
     """The plan with the earliest first answer. Raises BudgetError."""
-    limits = replace(options.limits, budget=budget)
+    limits = options.request.replace(budget=budget)
     instance = planning_instance(program, options.descriptor, options.mode, limits)
     return plan_instance(instance, program, options.mode, limits, complete=False)
 
@@ -107,7 +107,7 @@ def soonest(variants: list[tuple[int, Program]], options: Options, budget: int) 
 
 def row(name: str, model: Path, device: str, precision: Precision) -> str:
     """One line of the table."""
-    options = resolve(read_limits(), device=device, precision=precision)
+    options = resolve(BundleRequest(device=device, precision=precision))
     made = programs(model, options)
     kept = [(smallest(program, options), program) for program in made]
     again = [(smallest(program, options), program) for program in map(read_again, made)]

@@ -45,8 +45,8 @@ from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
-from flashmem.planning.limits import Limits
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
@@ -138,10 +138,14 @@ def simulated(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any
     steps = steps_of(descriptor.modes[path][0])
 
     def options(mode: TransferMode, budget: int | None, *, unfusion: bool) -> Options:
-        return Options(descriptor, mode, Limits(budget=budget, objective=args.objective, unfusion=unfusion), args.precision)
+        return Options(
+            descriptor,
+            mode,
+            BundleRequest(budget=budget, objective=args.objective, unfusion=unfusion, precision=args.precision),
+        )
 
     graph = read_graph(model, options(choose_mode(descriptor), None, unfusion=False))
-    program, plan = _planned(graph, Options(descriptor, "interleave", Limits(unfusion=False), args.precision))
+    program, plan = _planned(graph, Options(descriptor, "interleave", BundleRequest(unfusion=False, precision=args.precision)))
     weights = sum(part.nbytes for part in program.slices)
     budget = int(args.budget_ratio * weights) + fixed_bytes(program)
     table = {"preload": _played(program, plan, descriptor, "dma", args.disk, preload=True)}

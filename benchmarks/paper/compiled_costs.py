@@ -32,8 +32,8 @@ from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.capacity.compiled import CompiledCode
 from flashmem.planning.capacity.model import THRESHOLDS, load_capacity
 from flashmem.planning.capacity.roofline import Roofline
-from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.zoo.graphs import zoo_graph
@@ -118,8 +118,8 @@ def row_of(name: str, graph: Graph, descriptor: DeviceDescriptor, m_peak: str) -
     """The figures of one model."""
     row: dict[str, Any] = {"model": name, "published": PUBLISHED[name].executed, "gmacs": PUBLISHED[name].gmacs}
     for mode in MODES:
-        limits = read_limits(m_peak=m_peak, objective="paper", unfusion=False)
-        generated, plan = plan_graph(graph, Options(descriptor, mode, limits, PRECISION))
+        limits = BundleRequest(m_peak=m_peak, objective="paper", unfusion=False, precision=PRECISION)
+        generated, plan = plan_graph(graph, Options(descriptor, mode, limits))
         program = generated.program
         model = CompiledCode.load(descriptor, program.memory_path)
         row["compiled"] = executed(program, model)
@@ -175,8 +175,8 @@ def main() -> None:
     descriptor = load_descriptor(DEVICE)
     assert descriptor.pipelines is not None
     if args.fit:
-        limits = read_limits(m_peak=args.m_peak, objective="paper", unfusion=False)
-        generated, _ = plan_graph(prepare(zoo_graph(FITTED)), Options(descriptor, MODES[0], limits, PRECISION))
+        limits = BundleRequest(m_peak=args.m_peak, objective="paper", unfusion=False, precision=PRECISION)
+        generated, _ = plan_graph(prepare(zoo_graph(FITTED)), Options(descriptor, MODES[0], limits))
         published = PUBLISHED[FITTED].executed
         assert published is not None
         args.reached = fitted_share(generated.program, descriptor, published)

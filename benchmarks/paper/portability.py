@@ -27,7 +27,7 @@ from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.planning.limits import read_limits
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import Strategy
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
@@ -54,7 +54,7 @@ def predicted(
     graph: Graph, descriptor: DeviceDescriptor, limits: Mapping[str, Any], precision: Precision = "fp16"
 ) -> tuple[int, int | None, dict[Strategy, Answers]]:
     """The bytes of the weights, the budget, and the answers of one plan by strategy, from a cold file."""
-    options = Options(descriptor, choose_mode(descriptor, "auto"), read_limits(**limits), precision)
+    options = Options(descriptor, choose_mode(descriptor, "auto"), BundleRequest(**limits, precision=precision))
     try:
         generated, plan = plan_graph(graph, options)
     except BudgetError as error:
@@ -67,13 +67,13 @@ def predicted(
         made = simulate(describe(program, plan, descriptor, options.mode, disk="cold", strategy=chosen))
         memory = made.report.memory
         found[chosen] = Answers(made.report.latency.integrated, made.later, memory.average_bytes, memory.peak_bytes)
-    return sum(part.nbytes for part in program.slices), options.limits.budget, found
+    return sum(part.nbytes for part in program.slices), options.request.budget, found
 
 
 def graph_of(name: str, file: Path | None, descriptor: DeviceDescriptor, precision: Precision) -> Graph:
     """The graph of a file; None: of a known architecture. Raises UserError."""
     if file is not None:
-        return read_graph(file, Options(descriptor, choose_mode(descriptor, "auto"), read_limits(), precision))
+        return read_graph(file, Options(descriptor, choose_mode(descriptor, "auto"), BundleRequest(precision=precision)))
     return prepare(zoo_graph(name))
 
 

@@ -30,7 +30,7 @@ from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.options import resolve
-from flashmem.planning.limits import Limits
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import Strategy
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
@@ -58,7 +58,7 @@ def planned(whole: flashmem.Bundle, folder: Path, budget: int) -> tuple[dict[str
 
 def streamed_bytes(model: Path, asked: dict[str, Any]) -> int:
     """Bytes of the packed weights, computed without reading any."""
-    options = resolve(Limits(), **asked)
+    options = resolve(BundleRequest(**asked))
     graph = read_graph(model, options)
     return sum(part.nbytes for part in generate(graph, fuse(graph), options.descriptor).program.slices)
 

@@ -35,8 +35,8 @@ from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.planning.capacity.choice import default_model
-from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
@@ -93,7 +93,7 @@ class Planned:
     @classmethod
     def made(cls, graph: Graph, descriptor: DeviceDescriptor, limits: Mapping[str, Any]) -> Planned:
         """Plan as `flashmem compile` does."""
-        options = Options(descriptor, choose_mode(descriptor, "auto"), read_limits(**limits), PRECISION)
+        options = Options(descriptor, choose_mode(descriptor, "auto"), BundleRequest(**limits, precision=PRECISION))
         generated, plan = plan_graph(graph, options)
         return cls(generated.program, with_layouts(generated.program, plan, [options.mode]))
 
@@ -115,7 +115,7 @@ class Planned:
 def graphs_in(zoo: Path, names: Sequence[str], parser: Arguments) -> dict[str, tuple[str, Graph]]:
     """The graph of each model, and its origin; a usage error if a model has neither file nor configuration."""
     descriptor = load_descriptor(DEVICE)
-    reading = Options(descriptor, choose_mode(descriptor, "auto"), read_limits(), PRECISION)
+    reading = Options(descriptor, choose_mode(descriptor, "auto"), BundleRequest(precision=PRECISION))
     found = {}
     for name in names:
         model = find(name)

@@ -36,9 +36,9 @@ from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import OverlapPlan, Strategy
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
@@ -57,12 +57,9 @@ def plans(program: Program, options: Options) -> dict[Strategy, OverlapPlan]:
     """The plan of every strategy inside the budget, or inside the smallest budget that all can satisfy."""
     while True:
         try:
-            return {
-                strategy: plan_program(program, replace(options, limits=replace(options.limits, strategy=strategy)))
-                for strategy in STRATEGIES
-            }
+            return {strategy: plan_program(program, options.changed(strategy=strategy)) for strategy in STRATEGIES}
         except BudgetError as error:
-            options = replace(options, limits=replace(options.limits, budget=error.smallest_bytes))
+            options = options.changed(budget=error.smallest_bytes)
 
 
 def within(graph: Graph, options: Options) -> tuple[Program, Options]:
@@ -70,7 +67,7 @@ def within(graph: Graph, options: Options) -> tuple[Program, Options]:
     try:
         return plan_graph(graph, options)[0].program, options
     except BudgetError as error:
-        return within(graph, replace(options, limits=replace(options.limits, budget=error.smallest_bytes)))
+        return within(graph, options.changed(budget=error.smallest_bytes))
 
 
 def with_disk(options: Options, bandwidth: float) -> Options:
@@ -94,14 +91,14 @@ def seconds(program: Program, options: Options, *, opening: bool) -> dict[str, f
 
 def measure(name: str, model: Path, descriptor: DeviceDescriptor, args: argparse.Namespace) -> dict[str, Any]:
     """Measure one model on one device: seconds by strategy, at each ratio and with the descriptor's own disk."""
-    options = Options(descriptor, choose_mode(descriptor, args.mode), Limits(unfusion=False), args.precision)
+    options = Options(descriptor, choose_mode(descriptor, args.mode), BundleRequest(unfusion=False, precision=args.precision))
     graph = read_graph(model, options)
     whole = generate(graph, fuse(graph), descriptor, precision=args.precision).program
     weights = sum(part.nbytes for part in whole.slices)
     budget = int(args.budget_ratio * weights) + fixed_bytes(whole)
-    options = replace(options, limits=replace(options.limits, budget=budget))
+    options = options.changed(budget=budget)
     program, options = within(graph, options)
-    instance = planning_instance(program, descriptor, options.mode, options.limits)
+    instance = planning_instance(program, descriptor, options.mode, options.request)
     compute = sum(layer.seconds for layer in instance.layers)
     ratios = () if args.own else RATIOS
     return {
@@ -109,7 +106,7 @@ def measure(name: str, model: Path, descriptor: DeviceDescriptor, args: argparse
         "device": descriptor.name,
         "mode": options.mode,
         "weights": weights,
-        "budget": options.limits.budget,
+        "budget": options.request.budget,
         "own ratio": weights / descriptor.rates.disk_bandwidth / compute,
         "own": seconds(program, options, opening=True),
         "by ratio": {ratio: seconds(program, with_disk(options, weights / compute / ratio), opening=False) for ratio in ratios},

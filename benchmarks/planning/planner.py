@@ -38,10 +38,10 @@ from flashmem.options import resolve
 from flashmem.planning.baselines import Baseline, operators_of
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.latency.first_answer import forced_preload
-from flashmem.planning.limits import read_limits
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.planner import completed, plan_instance, planning_instance
 from flashmem.program.program import Program
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.simulation.scenario import Disk, describe
@@ -70,7 +70,7 @@ def graph_of(name: str) -> Graph:
     try:
         check_architecture(name)
     except UserError:
-        return read_graph(file, resolve(read_limits(), device="adreno750"))
+        return read_graph(file, resolve(BundleRequest(device="adreno750")))
     return prepare(zoo_graph(name))
 
 
@@ -87,7 +87,7 @@ class Planned:
 def planned(name: str, device: str, *, mode: str = "auto", **limits: Any) -> Planned:
     """The whole pipeline from the graph to the checked plan."""
     graph = graph_of(name)
-    options = resolve(read_limits(**limits), device=device, mode=mode)
+    options = resolve(BundleRequest(**limits, device=device, mode=mode))
     gc.collect()
     gc.disable()
     begun = time.process_time()
@@ -170,7 +170,7 @@ def serial_row(made: Planned, disk: Disk) -> Iterator[str]:
     played = simulate(scenario)
     execution = played.report.latency.exec
     busiest = max(played.busy.get(each, 0.0) for each in ("disk", "read", "copy", "compute"))
-    instance = planning_instance(made.program, options.descriptor, options.mode, options.limits)
+    instance = planning_instance(made.program, options.descriptor, options.mode, options.request)
     instance = replace(instance, m_peak=plan.m_peak)
     chosen = forced_preload(instance, {w.name for w in plan.weights if w.preload})
     read = instance if disk == "cold" else replace(instance, load_bandwidth=math.inf)
@@ -193,7 +193,7 @@ def front_table(models: Sequence[str], devices: Sequence[str], objectives: Seque
             options = made.options
             rows = []
             for step in range(11):
-                limits = replace(options.limits, lambda_=step / 10)
+                limits = options.request.replace(lambda_=step / 10)
                 instance = replace(planning_instance(made.program, options.descriptor, options.mode, limits), w_may_grow=True)
                 plan = plan_instance(instance, made.program, options.mode, limits, complete=False)
                 plan = with_layouts(made.program, plan, [options.mode])
@@ -226,10 +226,10 @@ def quality_table(models: Sequence[str], devices: Sequence[str], objectives: Seq
     for objective in objectives or ["first", "paper"]:
         for name in models or ELEVEN:
             for device in devices or ["nvidia", "adreno750"]:
-                options = resolve(read_limits(objective=objective, unfusion=False), device=device)
+                options = resolve(BundleRequest(objective=objective, unfusion=False, device=device))
                 program = planned(name, device, objective=objective, unfusion=False).program
                 quarter = sum(part.nbytes for part in program.slices) // 4
-                options = replace(options, limits=replace(options.limits, m_peak=quarter))
+                options = options.changed(m_peak=quarter)
                 free, solved, seconds = both(program, options)
                 if free is None or solved is None:
                     show(name, device, objective, len(program.slices), "does not fit")
@@ -246,7 +246,7 @@ def quality_table(models: Sequence[str], devices: Sequence[str], objectives: Seq
 
 def next_operator(program: Program, options: Options) -> float:
     """Predicted first answer of strategy next-operator within the same M_peak; infinite if it does not fit."""
-    instance = planning_instance(program, options.descriptor, options.mode, options.limits)
+    instance = planning_instance(program, options.descriptor, options.mode, options.request)
     try:
         return Baseline("next-operator", operators_of(program)).plan(instance).objective
     except BudgetError:
@@ -255,7 +255,7 @@ def next_operator(program: Program, options: Options) -> float:
 
 def both(program: Program, options: Options) -> tuple[OverlapPlan | None, OverlapPlan | None, float]:
     """The plan without a solver, the solved one, and processor seconds of the former."""
-    limits, mode = options.limits, options.mode
+    limits, mode = options.request, options.mode
     instance = replace(planning_instance(program, options.descriptor, mode, limits), w_may_grow=True)
     had = "ortools" in sys.modules
     begun = time.process_time()

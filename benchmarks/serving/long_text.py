@@ -18,6 +18,7 @@ from typing import Any
 
 import flashmem
 from benchmarks.command import Arguments, run_command
+from flashmem.request.opening import SessionRequest
 from flashmem.runtime.generation.language_session import LanguageSession
 
 _AROUND = 20
@@ -40,7 +41,7 @@ def main() -> None:
     given: Any = {"device": args.device, "budget": args.budget, "max_length": args.tokens + 1, "state_precision": args.kv}
     with tempfile.TemporaryDirectory() as folder:
         bundle = flashmem.compile(args.model, Path(folder) / "m.flashmem", **given)
-        with LanguageSession(bundle, device=args.device) as model:
+        with LanguageSession(bundle, SessionRequest(device=args.device)) as model:
             seconds, held, peaks = list[float](), set[int](), set[int]()
             token = 1
             for number in range(args.tokens):

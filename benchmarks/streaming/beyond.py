@@ -37,7 +37,7 @@ from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
-from flashmem.planning.limits import read_limits
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import device_here
 from flashmem.tools.zoo.graphs import check_architecture, zoo_graph
 
@@ -47,13 +47,13 @@ Array = NDArray[Any]
 def compiled(args: argparse.Namespace, path: Path) -> None:
     """Compile the model to a bundle at `path`, and print how long it took."""
     begun = time.perf_counter()
-    options = resolve(read_limits(budget=args.budget), device=args.device, mode=args.mode)
+    options = resolve(BundleRequest(budget=args.budget, device=args.device, mode=args.mode))
     made, plan = plan_graph(prepare(with_weights(zoo_graph(args.model))), options)
     plan = with_layouts(made.program, plan, options.descriptor.modes[made.program.memory_path])
     planned = time.perf_counter()
     with BundleWriter(path) as writer:
         made.write(writer)
-        meta = {"mode": options.mode, "budget_bytes": options.limits.budget}
+        meta = {"mode": options.mode, "budget_bytes": options.request.budget}
         writer.commit(made.program, made.source, plan, options.descriptor, meta)
     print(
         f"{args.model}: {format_size(made.program.weights_bytes)} of weights, planned in {planned - begun:.0f} s, "

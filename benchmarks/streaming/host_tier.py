@@ -46,8 +46,8 @@ from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
-from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program, host_bytes, pinned_output_bytes
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.request.options import device_here
@@ -78,8 +78,8 @@ class Kind:
 def compiled(model: str, args: Any, path: Path, **limits: Any) -> Program:
     """Compile the model to a bundle at `path`."""
     shutil.rmtree(path, ignore_errors=True)
-    limited = read_limits(objective=args.objective, **limits)
-    options = resolve(limited, device=args.device, mode=args.mode, memory_path=args.memory_path)
+    asked = BundleRequest(objective=args.objective, device=args.device, mode=args.mode, memory_path=args.memory_path, **limits)
+    options = resolve(asked)
     graph = read_graph(Path(model), options) if model.endswith(".onnx") else prepare(with_weights(zoo_graph(model)))
     made, plan = plan_graph(graph, options)
     plan = with_layouts(made.program, plan, options.descriptor.modes[made.program.memory_path])

@@ -32,8 +32,8 @@ from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
-from flashmem.planning.limits import read_limits
 from flashmem.program.program import Program
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier
@@ -100,7 +100,7 @@ class Bench:
         """The options of the compilation."""
         args = self.args
         made = resolve(
-            read_limits(**limits), device=args.device, mode=mode, memory_path=args.memory_path, optimize=args.optimize
+            BundleRequest(**limits, device=args.device, mode=mode, memory_path=args.memory_path, optimize=args.optimize)
         )
         if args.threads:
             made = replace(made, descriptor=replace(made.descriptor, loader_threads=args.threads))

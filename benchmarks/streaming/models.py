@@ -48,7 +48,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.options import resolve
-from flashmem.planning.limits import read_limits
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import device_here
 from flashmem.tools.verify import compare
 from flashmem.tools.zoo.export import INPUTS, NOTES
@@ -108,13 +108,13 @@ class Measured:
 
     def smallest_budget(self) -> tuple[int, int]:
         """The smallest budget and the weights, in bytes; by planning alone: packs no weight and runs nothing."""
-        graph = read_graph(self.model, resolve(read_limits(), device=self.args.device))
+        graph = read_graph(self.model, resolve(BundleRequest(device=self.args.device)))
         weights = named = 0
 
         def works(budget: int) -> bool:
             nonlocal weights, named
             try:
-                generated, _ = plan_graph(graph, resolve(read_limits(budget=budget), device=self.args.device))
+                generated, _ = plan_graph(graph, resolve(BundleRequest(budget=budget, device=self.args.device)))
             except BudgetError as error:
                 named = error.smallest_bytes
                 return False

@@ -28,6 +28,31 @@ _PARENT_SPEAKS = "FLASHMEM_PARENT_SPEAKS"
 _watching = False
 
 
+@contextmanager
+def asking_first() -> Iterator[Callable[[], bool]]:
+    """In the body the first Ctrl-C only makes the given function true, and the next one acts as before.
+
+    Changes nothing outside the main thread.
+    """
+    came = False
+    before = signal.getsignal(signal.SIGINT)
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came and callable(before):
+            before(number, frame)
+        came = True
+
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield lambda: came
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class _HeldBack:
     """See `held_back`. Nothing is half done before `__enter__` has replaced the handler, and after `__exit__` put it back."""
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import RunError, UserError
@@ -24,15 +25,24 @@ _REFUSES = "the model's chat template refuses the conversation"
 
 def can_render() -> bool:
     """Whether templates can be rendered here."""
-    return all(importlib.util.find_spec(name) is not None for name in ("jinja2", _RENDERER.rpartition(".")[0]))
+    try:
+        return all(importlib.util.find_spec(name) is not None for name in (_RENDERER, "jinja2"))
+    except ModuleNotFoundError:  # the package of the renderer
+        return False
 
 
 def rendered(
-    template: Template, conversations: Sequence[Sequence[Mapping[str, str]]], *, most_characters: int, clock: bool = True
+    template: Template,
+    conversations: Sequence[Sequence[Mapping[str, str]]],
+    *,
+    most_characters: int,
+    clock: bool | str = True,
+    arguments: Mapping[str, Any] | None = None,
 ) -> list[str | UserError]:
     """The text of each conversation, up to where the assistant speaks; an error for one that the template refuses.
 
-    `most_characters`: of a text. `clock`: whether the template can ask for the time.
+    `most_characters`: of a text. `clock`: whether the template can ask for the time; a text for the format that it asks for,
+    between two of that text. `arguments`: further names that the template can use.
 
     Raises:
         UserError: it takes too much time or memory, or is no template.
@@ -40,7 +50,8 @@ def rendered(
     """
     asked = {
         "seconds": _SECONDS, "bytes": _BYTES, "template": template.text, "marks": dict(template.marks), "clock": clock,
-        "most_characters": most_characters, "conversations": [[dict(each) for each in messages] for messages in conversations],
+        "most_characters": most_characters, "arguments": dict(arguments or {}),
+        "conversations": [[dict(each) for each in messages] for messages in conversations],
     }  # fmt: skip
     limits = f"the model's chat template takes more than {_SECONDS} s or {_BYTES >> 20} MB; give a text to continue"
     try:

@@ -2,26 +2,29 @@
 
 Keys: `pattern` (of `PATTERNS`, for byte pairs; null for SentencePiece), `tokens`, `types` (of each token, as in GGUF), `merges`
 (byte pairs: "a b", the most frequent first), `scores` (SentencePiece: of each token), `space_prefix` (of `SPACE_PREFIXES`),
-`nfc` (whether a text is first brought to Unicode's normal form C), `begin` (a token or null), `ends` (tokens), `chat` (pieces
-of text or null, as the compiler's `frontend/language/chat.py` has them), `template` (a chat template that has no such pieces,
-or leaves out parts of messages, and the names that it uses: `Template`; null if there is none), `max_length` (tokens that the
-cache holds).
+`nfc` (whether a text is first brought to Unicode's normal form C), `begin` (a token or null), `ends` (tokens), `template` (the
+chat template and the names that it uses: `Template`; null if there is none), `chat`, `chat_trims` and `chat_thoughts` (the same
+in pieces, which a phone joins: `ChatPieces`; `chat` is null if it has none), `sampling` (how the model's makers recommend to
+choose tokens), `max_length` (tokens that the cache holds).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from flashmem.base.errors import BundleError
+from flashmem.base.foreign_models import ADAPTER
 
-SETTINGS = ("genai_config.json", "config.json")
-"""A folder with one of these files has a language model in ONNX; it is no bundle."""
+SETTINGS = ("genai_config.json", "config.json", ADAPTER)
+"""A folder with one of these files has a language model, or an adapter of one; it is no bundle."""
 
 IDS, TOTAL, TEMPERATURE = "input_ids", "total_sequence_length", "temperature"
 """The inputs of a language model: the tokens to read [1, tokens]; the number of all tokens up to the last of them; and the
@@ -35,6 +38,9 @@ the vocabulary if that is less (`compiler.kernels.candidates.operators`): tokens
 equal ones the first; these logits, as the bits of floats; and as such bits the sum of exp((logit - the largest) / temperature)
 over all logits. A choice of a token rarely needs more, so that logits stay on the device.
 """
+
+WEIGHTS_KEY = "weights_key"
+"""The key in a bundle's metadata for a hash of the model's weights: the same for every budget and length of a cache."""
 
 KEPT = 64
 """The tokens of the largest logits that a run returns."""
@@ -107,6 +113,48 @@ class Template:
     marks: Mapping[str, str]
 
 
+DATE = "\ufdd1"
+"""A character that no text has, around the format of a date in a piece."""
+
+THOUGHT_END = "</think>"
+"""What ends the thoughts in an answer."""
+
+
+@dataclass(frozen=True)
+class ChatPieces:
+    """The text of a chat template around the messages of a conversation, which ends with a message of the user.
+
+    Attributes:
+        texts: before the first message, by its role; between two messages, by both roles ("user assistant"). That after the
+            last message is the one between the user's and the assistant's.
+        trims: of some roles, which space around a content is left out: "left", "right" or "both".
+        thoughts: in answers they are "kept", or "dropped" as most templates do that; "" for another rule.
+    """
+
+    texts: Mapping[str, str]
+    trims: Mapping[str, str] = field(default_factory=dict)
+    thoughts: str = "kept"
+
+    def joins(self, roles: Sequence[str]) -> bool:
+        """Whether it has the pieces for a conversation of these roles."""
+        return {*roles[:1], *(" ".join(pair) for pair in pairwise(roles))} <= self.texts.keys() and roles[-1] == "user"
+
+    def parts(self, roles: Sequence[str], contents: Sequence[str]) -> list[tuple[str, bool]]:
+        """The conversation's text in parts: pieces of the template (True), and contents (False)."""
+        found = []
+        for before, role, content in zip(["", *roles], roles, contents, strict=False):
+            if role == "assistant" and self.thoughts == "dropped" and THOUGHT_END in content:
+                content = content.rpartition(THOUGHT_END)[2].lstrip("\n")
+            trim = {"left": str.lstrip, "right": str.rstrip, "both": str.strip}.get(self.trims.get(role, ""), str)
+            found += [(self.texts[f"{before} {role}".strip()], True), (trim(content), False)]
+        return [*found, (self.texts["user assistant"], True)]
+
+    @staticmethod
+    def dated(piece: str) -> str:
+        """A piece with the date of today where the template asks for it."""
+        return re.sub(f"{DATE}([^{DATE}]*){DATE}", lambda found: time.strftime(found[1]), piece)
+
+
 @dataclass(frozen=True)
 class Language:
     """What the module's documentation lists; `pattern` is None for a tokenizer of SentencePiece, which has `scores` instead."""
@@ -123,11 +171,19 @@ class Language:
     space_prefix: str = "never"
     nfc: bool = False
     template: Template | None = None
+    chat_trims: Mapping[str, str] = field(default_factory=dict)
+    chat_thoughts: str = "kept"
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def chats(self) -> bool:
         """Whether it has a chat template of either kind."""
         return self.chat is not None or self.template is not None
+
+    @property
+    def pieces(self) -> ChatPieces | None:
+        """The chat template in pieces."""
+        return None if self.chat is None else ChatPieces(self.chat, self.chat_trims, self.chat_thoughts)
 
     @classmethod
     def from_json(cls, text: bytes) -> Language:
@@ -139,7 +195,8 @@ class Language:
             begin, ends, chat, length = given["begin"], frozenset(given["ends"]), given["chat"], given["max_length"]
             template = None if given.get("template") is None else Template(**given["template"])
             made = cls(
-                pattern, tokens, types, merges, begin, ends, chat, length, scores, given["space_prefix"], given["nfc"], template
+                pattern, tokens, types, merges, begin, ends, chat, length, scores, given["space_prefix"], given["nfc"],
+                template, given.get("chat_trims", {}), given.get("chat_thoughts", "kept"), given.get("sampling", {}),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged() from error
@@ -157,6 +214,10 @@ class Language:
             all(type(each) is str for each in (*self.tokens, *self.merges, *chat, *chat.values(), template.text))
             and isinstance(template.marks, dict)
             and all(type(each) is str for each in (*marks, *marks.values()))
+            and all(isinstance(each, dict) for each in (self.chat_trims, self.sampling))
+            and all(type(each) is str for each in (*self.chat_trims, *self.chat_trims.values(), self.chat_thoughts))
+            and {*self.sampling} <= RECOMMENDED.keys()
+            and all(type(each) in (int, float) for each in self.sampling.values())
             and all(type(each) is int for each in (*self.types, *numbers, self.max_length))
             and all(isinstance(each, int | float) for each in self.scores)
             and len(self.types) == count > 0
@@ -171,6 +232,12 @@ class Language:
             raise _damaged()
 
 
+RECOMMENDED: Mapping[str, str] = MappingProxyType(
+    {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "repetition_penalty": "penalty_repeat"}
+)
+"""What a model may recommend of how tokens are chosen, and its name in GGUF files after `general.sampling.`."""
+
+
 def is_language_folder(path: Path) -> bool:
     """Whether `path` is a folder with a language model in ONNX."""
     return any((path / name).is_file() for name in SETTINGS)
@@ -182,7 +249,7 @@ def is_bundle(path: Path) -> bool:
 
 
 CHAT = frozenset({"user", "user assistant", "assistant user"})
-"""The pieces that every chat template has; "system" and "system user" are missing if it refuses a message of the system."""
+"""The pieces that every chat template in pieces has; others are missing if it refuses such messages or has none for them."""
 
 
 def _damaged() -> BundleError:

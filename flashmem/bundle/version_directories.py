@@ -51,11 +51,9 @@ class Draft:
     def __init__(self, path: Path) -> None:
         """Begin the next version of the bundle at `path`, and remove the drafts that killed writers left."""
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(path.parent, path.name)
         self.version = secrets.token_hex(8)
         self._lock: int | None
-        self._root, self._lock = _locked_folder(path)
+        self._root, self._lock = begin_folder(path)
         self.folder = self._root / self.version
         self.folder.mkdir()
 
@@ -111,6 +109,16 @@ def current_version(path: Path) -> str | None:
     return name if is_version_name(name) else None
 
 
+def begin_folder(path: Path) -> tuple[Path, int]:
+    """A new folder beside the bundle `path`, and the descriptor of its lock: without that, the next writer removes it.
+
+    Raises OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent, path.name)
+    return _locked_folder(path)
+
+
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Remove abandoned drafts of the bundle `name` from `folder`, and version directories that its manifest does not name.
 
@@ -154,22 +162,6 @@ def _locked_folder(path: Path) -> tuple[Path, int]:
             return root, lock
         os.close(lock)  # another process removed it as abandoned before the lock
         shutil.rmtree(root, ignore_errors=True)
-
-
-@contextmanager
-def scratch_folder(path: Path) -> Iterator[Path]:
-    """A folder beside the bundle `path`, on its disk, for files that the body needs.
-
-    It is removed afterwards, or by the next writer of that name if this process is killed. Raises OSError.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path.parent, path.name)
-    folder, lock = _locked_folder(path)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
 
 
 @contextmanager

@@ -1,26 +1,26 @@
-"""Options of a compilation: the device as data, limits, precision, shapes of inputs."""
+"""A request, resolved: the device as data, the transfer mode, and the shapes of one variant."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
-from flashmem.base.types import Optimize, Precision, StatePrecision, States, TransferMode
-from flashmem.planning.limits import Limits
+from flashmem.base.types import TransferMode
+from flashmem.bundle.shape_variants import Shape
+from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import DeviceDescriptor
 
 
 @dataclass(frozen=True)
 class Options:
-    """Resolved options of a bundle: the device as data, `mode` to plan for, sizes in bytes."""
+    """What a shape variant is compiled for: the device as data, `mode` to plan for, what else was asked, and its `shapes`."""
 
     descriptor: DeviceDescriptor
     mode: TransferMode
-    limits: Limits
-    precision: Precision = "fp32"
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    optimize: Optimize = "cold"  # kernels for the first answer, or for later ones
-    states: States | None = None
-    constants: Mapping[str, Any] = field(default_factory=dict)  # numbers and nested lists of numbers
-    state_precision: StatePrecision = "fp32"
+    request: BundleRequest = field(default_factory=BundleRequest)
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+    def changed(self, **changes: Any) -> Self:
+        """The same with other values of some fields of the request."""
+        return replace(self, request=self.request.replace(**changes))

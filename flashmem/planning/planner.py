@@ -12,12 +12,12 @@ from flashmem.base.types import TransferMode
 from flashmem.planning.budget import with_staging_that_fits
 from flashmem.planning.instance import build_instance
 from flashmem.planning.latency.tiers import with_pinned
-from flashmem.planning.limits import Limits
 from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.portfolio import strategy_plan
 from flashmem.planning.pose import staged_within, with_host_budget
 from flashmem.planning.problem import Problem
 from flashmem.program.program import Program
+from flashmem.request.limits import Limits
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan

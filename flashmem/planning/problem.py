@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.measure import Measure, in_flight_measure, session_measure
-from flashmem.planning.limits import Limits
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 

@@ -17,11 +17,11 @@ from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.budget import plan_within
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.latency.later_runs import OWN_WORTH, by_cache_and_disk, keeping, ladder, read_early, with_kept
-from flashmem.planning.limits import Limits
 from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.planner import planning_instance, sealed
 from flashmem.planning.problem import Problem
 from flashmem.program.program import Program
+from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import staying
 from flashmem.schedule.plan import OverlapPlan
@@ -139,7 +139,7 @@ def planned_together(
     threads, piece = min(plan.loader_threads for plan in plans), min(plan.piece_bytes for plan in plans)
     problems = []
     for program, plan in variants:
-        instance = planning_instance(program, descriptor, mode, replace(limits, chunk=plan.chunk_bytes))
+        instance = planning_instance(program, descriptor, mode, limits.replace(chunk=plan.chunk_bytes))
         problems.append(Problem(replace(instance, piece_bytes=piece, loader_threads=threads), program, mode, limits))
     alone = [VariantProblem(each.instance, plan, each.in_all) for each, plan in zip(problems, plans, strict=True)]
     made = plan_together(alone, limits.budget, answers_first=answers_first)

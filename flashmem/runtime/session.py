@@ -12,14 +12,15 @@ from math import inf
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
-from flashmem.base.types import TransferMode
 from flashmem.base.units import budget_text, parse_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.request.description import initialised_by
+from flashmem.request.opening import SessionCall
 from flashmem.runtime.engine.batches import Batch, check_batch, looped
 from flashmem.runtime.engine.device_state import DeviceOpening
 from flashmem.runtime.engine.engine import Engine
@@ -38,9 +39,8 @@ from flashmem.runtime.kernels.background_check import BackgroundCheck
 from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
 from flashmem.runtime.opencl.discovery import begin_to_start_drivers
 from flashmem.runtime.request.compatibility import for_processor
-from flashmem.runtime.request.models import ModelOptions, bundle_for, is_model
+from flashmem.runtime.request.models import bundle_for, is_model
 from flashmem.runtime.request.options import choose_strategy
-from flashmem.runtime.request.process_memory import read_process_memory
 from flashmem.schedule.residency import Strategy
 
 if TYPE_CHECKING:
@@ -63,55 +63,9 @@ class Session:
     shapes bind another variant instead. Weights that both keep stay resident (docs/how-to/shapes.md).
     """
 
-    def __init__(
-        self,
-        bundle: Bundle | str | Path | bytes | onnx.ModelProto,
-        *,
-        device: str = "auto",
-        mode: TransferMode | Literal["auto"] = "auto",
-        strategy: Strategy | Literal["auto"] = "auto",
-        budget: int | str | None = None,
-        host_budget: int | str | None = None,
-        process_memory: int | str | None = None,
-        lanes: bool = True,
-        trace: bool = False,
-        verify_weights: bool = False,
-        check_kernels: bool = False,
-        build_apart: bool = True,
-        prepare: bool = True,
-        **compiling: Unpack[ModelOptions],
-    ) -> None:
+    @initialised_by(SessionCall)
+    def __init__(self, call: SessionCall) -> None:
         """Prepare everything but the weights (`strategy` "preload": weights too).
-
-        Args:
-            bundle: a bundle or its path. Or a model, which is compiled first unless the user's cache has its bundle: the path
-                of an ONNX or GGUF file, the bytes of an ONNX file, or an `onnx.ModelProto`. `flashmem run` uses the same cache.
-            device: "auto", or a name that `flashmem.runtime.request.options.device_here` accepts.
-            mode: how weights are transferred; "auto" selects the mode of the bundle's plan, else the device's first.
-            strategy: "auto" follows the plan, of any strategy. "preload" makes everything resident first, as other engines do.
-                Any other name must be the strategy that the bundle was compiled with.
-            budget: most bytes to hold; the bundle's by default, and no limit with "preload". A model is compiled for it.
-            host_budget: most bytes of pinned host memory, for a device with memory of its own: for staging and outputs, and for
-                weights that later runs copy from there instead of reading them. "auto": half of the
-                memory that the system has left, at most what the session can use; nothing where host and device share memory.
-                None: no limit, and no weights are kept on the host.
-            process_memory: most bytes that the whole process may hold resident, in place of `budget`. The budget is then less
-                by what the process holds when the device's context exists, and by `SLACK` of
-                `flashmem.runtime.request.process_memory`. The model is planned for it, if its own plan needs more.
-            lanes: in mode `interleave`, whether kernels copy weights while they compute; if not, separate launches between them
-                copy, for comparison.
-            trace: record when each launch ran on the device.
-            verify_weights: compare every slice and table row that is read with its checksum; damage fails the run. Constants
-                are always compared.
-            check_kernels: before anything runs, check the kernels that no earlier check has found right on this device, in
-                child processes (docs/reference/internals/kernel-check.md). A kernel that its driver miscompiles is compiled
-                without optimisation, or refused.
-            build_apart: build kernels that no cache has in child processes, whose memory is freed when they end. If not, they
-                are built in this process, which then keeps a compiler's 200 to 400 MB. False is for callers that open many
-                sessions, or cannot start processes.
-            prepare: between two runs, begin the loads of the next one, and prepare the bundle's steady kernels for later runs.
-                A session that traces prepares nothing.
-            compiling: for a model: options of `flashmem.compile`, for instance `precision` or `shapes`.
 
         Raises:
             UserError: a damaged bundle, no such device, a mode it lacks, a budget below the layout's minimum, a host budget
@@ -120,29 +74,20 @@ class Session:
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
-        if not is_model(bundle) and not isinstance(bundle, Bundle | str | Path):
-            raise UserError(f"a session is opened with a bundle, a model or the path of one, not with {described(bundle)}")
-        if not isinstance(device, str):
-            raise UserError(f"the device is {described(device)}; give its name as text, or 'auto'")
-        if process_memory is not None and (budget is not None or host_budget is not None):
+        if not is_model(call.bundle) and not isinstance(call.bundle, Bundle | str | Path):
+            raise UserError(f"a session is opened with a bundle, a model or the path of one, not with {described(call.bundle)}")
+        if not isinstance(call.device, str):
+            raise UserError(f"the device is {described(call.device)}; give its name as text, or 'auto'")
+        if call.process_memory is not None and (call.budget is not None or call.host_budget is not None):
             raise UserError("the process memory gives the budget; give either it or budgets")
-        self.process_memory = None if process_memory is None else read_process_memory(process_memory)
+        self.process_memory = call.process_memory
 
         def find() -> Bundle:
-            return bundle_for(
-                bundle,
-                device=device,
-                mode=mode,
-                strategy=strategy,
-                budget=budget,
-                host_budget=host_budget,
-                build=build_apart,
-                options=compiling,
-            )
+            return bundle_for(call.bundle, call, build=call.build_apart)
 
         begin_to_start_drivers()
-        compiled = find() if is_model(bundle) else None
-        with DeviceOpening(device, prefer=_device_of(compiled or bundle), profiling=trace) as opening:
+        compiled = find() if is_model(call.bundle) else None
+        with DeviceOpening(call.device, prefer=_device_of(compiled or call.bundle), profiling=call.trace) as opening:
             opened = compiled or find()
             in_use = opening.found()
             self.device = in_use.device
@@ -150,20 +95,23 @@ class Session:
             self._alone = OneThread()
             self._background = BackgroundRuns[list[Array]]()
             opened = for_processor(opened, self.device)
-            self.strategy: Strategy = choose_strategy(opened.plan, strategy)
-            opened, self.mode = fitted(opened, self.device, mode, self.strategy)
-            if check_kernels:
+            self.strategy: Strategy = choose_strategy(opened.plan, call.strategy)
+            opened, self.mode = fitted(opened, self.device, call.mode, self.strategy)
+            if call.check_kernels:
                 check_bundle_kernels(opened, self.device)
             plans = SessionPlans(opened, self.device, self.mode, self.strategy)
+            budget = call.budget
             if self.process_memory is not None:
                 in_use.open()
                 budget = plans.fit_process(self.process_memory, in_use.start_rss)
-            plans.choose(budget, host_budget)
+            plans.choose(budget, call.host_budget)
             in_use.budget.limit = plans.budget
-            file = OpenedBundle(plans.ready.bundle, self.device, self.mode, verify_weights=verify_weights, lanes=lanes)
-            self._engine = Engine(file, in_use, apart=build_apart, warm_up=prepare and not trace)
-            prefetches = prepare and not trace
-            check = BackgroundCheck(opened, self.device) if build_apart and prefetches else None
+            file = OpenedBundle(
+                plans.ready.bundle, self.device, self.mode, verify_weights=call.verify_weights, lanes=call.lanes
+            )
+            prefetches = call.prepare and not call.trace
+            self._engine = Engine(file, in_use, apart=call.build_apart, warm_up=prefetches)
+            check = BackgroundCheck(opened, self.device) if call.build_apart and prefetches else None
             self._planned = PlannedEngine(self._engine, plans, prefetches=prefetches, check=check)
             try:
                 self._planned.bind(in_use)

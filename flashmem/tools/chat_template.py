@@ -25,7 +25,7 @@ def main() -> None:
         hard = resource.getrlimit(kind)[1]
         least = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (least, least))
-    render = _renderer(asked["template"], asked["marks"], clock=asked["clock"])
+    render = _renderer(asked["template"], {**asked["marks"], **asked["arguments"]}, clock=asked["clock"])
     answers = [_answer(render, messages, asked["most_characters"]) for messages in asked["conversations"]]
     json.dump(answers, sys.stdout)
 
@@ -33,8 +33,8 @@ def main() -> None:
 _Render = Callable[[Sequence[Mapping[str, str]]], str]
 
 
-def _renderer(template: str, marks: Mapping[str, str], *, clock: bool) -> _Render:
-    """A function that renders the template; it raises any error. `marks`: names that it uses, such as `bos_token`."""
+def _renderer(template: str, names: Mapping[str, Any], *, clock: bool | str) -> _Render:
+    """A function that renders the template; it raises any error. `names`: those that it uses, such as `bos_token`."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -44,10 +44,17 @@ def _renderer(template: str, marks: Mapping[str, str], *, clock: bool) -> _Rende
     environment: Any = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
-    environment.globals |= {"raise_exception": refuse} | ({"strftime_now": time.strftime} if clock else {})
+
+    def mark(form: str) -> str:
+        return f"{clock}{form}{clock}"
+
+    environment.globals |= {"raise_exception": refuse}
+    if clock:
+        environment.globals["strftime_now"] = mark if isinstance(clock, str) else time.strftime
 
     def render(messages: Sequence[Mapping[str, str]]) -> str:
-        return str(environment.from_string(template).render(messages=messages, add_generation_prompt=True, **marks))
+        given = {**names, "messages": messages, "add_generation_prompt": True}
+        return str(environment.from_string(template).render(given))
 
     return render
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from flashmem.base.errors import UserError
 from flashmem.bundle.language import CANDIDATES, IDS, TEMPERATURE, TOTAL
 from flashmem.compilation import read_compilation
 from flashmem.compile import Progress, compile_rehearsal
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.session import Session
 
 _TOKENS = 8  # runs of which the median is taken
@@ -46,24 +46,26 @@ class GenerationEstimate:
     prompt_seconds: float
 
 
-def estimate_generation(model: Path, progress: Progress = lambda stage, fraction: None, **options: Any) -> GenerationEstimate:
-    """Estimate what generation with `model` takes; `options` are those of `flashmem.compile`.
+def estimate_generation(
+    model: Path, request: BundleRequest, progress: Progress = lambda stage, fraction: None
+) -> GenerationEstimate:
+    """Estimate what generation with `model` takes.
 
     Raises:
         UserError: as `flashmem.compile`; the model is a bundle, or has no tokenizer.
         RunError: the device refuses.
     """
-    compilation = read_compilation(model, **options)
+    compilation = read_compilation(model, request)
     if not compilation.is_language:
         raise UserError(f"{model} has no tokenizer; an estimate is of a .gguf file, or a folder with a language model in ONNX")
-    if compilation.batch > 1:
+    if compilation.request.batch > 1:
         raise UserError("an estimate is of one request at a time; leave out --batch")
     with TemporaryDirectory(prefix="flashmem-estimate-") as folder:
         bundle, smallest = compile_rehearsal(compilation, Path(folder) / "rehearsal.flashmem", progress)
         language = bundle.language()
         assert language is not None
         filled = min(256, language.max_length // 2)
-        with Session(bundle, device=options.get("device", "auto")) as session:
+        with Session(bundle, device=request.device) as session:
 
             def run(tokens: int) -> float:
                 total = min(filled + tokens, language.max_length)

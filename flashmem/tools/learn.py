@@ -9,7 +9,7 @@ and later runs add to it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from math import floor
 from pathlib import Path
 from statistics import median
@@ -19,9 +19,9 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.replacing import replace_plan, replace_plans
-from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import plan_instance, planning_instance
+from flashmem.request.limits import Limits
 from flashmem.runtime.engine.report import RunReport
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import TimedInterval
@@ -109,14 +109,14 @@ def replan(bundle: Bundle, budget: int, path: Path | None = None) -> Bundle:
 def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]]:
     """A plan for the selected variant, and the new metadata. Raises like `replan`."""
     program, modes = bundle.program, bundle.descriptor.modes[bundle.program.memory_path]
-    limits = replace(limits_of(bundle), budget=budget, m_peak=None)
+    limits = limits_of(bundle).replace(budget=budget, m_peak=None)
     mode = next((each for each in modes if each == bundle.meta.get("mode")), modes[0])
     instance, learned = planning_instance(program, bundle.descriptor, mode, limits), _learned_from(bundle)
     if learned is not None and learned.mode == mode:
         instance = learned.applied_to(instance)
     plan = plan_instance(replace(instance, w_may_grow=True), program, mode, limits)
     plan = replace(plan, layouts=dict(lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes)))
-    return plan, {**bundle.meta, "mode": mode, "budget_bytes": budget, "limits": asdict(limits)}
+    return plan, {**bundle.meta, "mode": mode, "budget_bytes": budget, "limits": limits.values()}
 
 
 def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:
@@ -160,11 +160,9 @@ def _load_rate(bundle: Bundle, loads: Sequence[TimedInterval]) -> float | None:
 def limits_of(bundle: Bundle) -> Limits:
     """The limits that `bundle` was planned for. Raises UserError if an older version compiled it without a record of them."""
     written = bundle.meta.get("limits")
-    known = {field.name for field in fields(Limits)}
-    if not isinstance(written, dict) or not written.keys() <= known:
+    if not isinstance(written, dict) or not written.keys() <= Limits.options.keys():
         raise UserError(f"bundle {bundle.path} does not say what it was planned for; compile the model again")
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
-    return Limits(**values)
+    return Limits(**written)
 
 
 def _learned_from(bundle: Bundle) -> Learned | None:

@@ -13,12 +13,13 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 COMMANDS = (
-    "flashmem.__main__", "flashmem.cli.plain", "flashmem.runtime.session", "flashmem.runtime.serving.runtime",
+    "flashmem.__main__", "flashmem.cli.main", "flashmem.runtime.session", "flashmem.runtime.serving.runtime",
     "flashmem.runtime.application.manager", "flashmem.planning.replanning",
     "flashmem.planning.objectives.first", "flashmem.planning.objectives.steady",
     "flashmem.runtime.kernels.worker", "flashmem.tools.learn", "flashmem.cli.commands.bundles",
     "flashmem.cli.commands.devices", "flashmem.cli.commands.doctor", "flashmem.cli.commands.profile",
-    "flashmem.cli.commands.run", "flashmem.cli.commands.generate", "flashmem.runtime.generation.generator",
+    "flashmem.cli.commands.run", "flashmem.cli.commands.generate", "flashmem.cli.commands.verify",
+    "flashmem.runtime.generation.generator",
     "flashmem.runtime.generation.batch",
     "flashmem.tools.doctor.selftest", "flashmem.profiler.kit", "flashmem.profiler.measure",
     "flashmem.profiler.opening", "flashmem.profiler.phone_kit.measuring", "flashmem.profiler.phone_kit.rates",

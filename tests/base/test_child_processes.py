@@ -22,6 +22,7 @@ from flashmem.bundle import chat_templates
 from flashmem.bundle.language import Template
 from flashmem.cli.commands import compiling
 from flashmem.profiler import sessions
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.kernels import builds
 from flashmem.runtime.kernels.builds import build_jobs
 from flashmem.runtime.kernels.cache import CachedKernels, kernel_key
@@ -52,7 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 STARTS: dict[str, Callable[[Path], object]] = {
     "kernel_processes": lambda folder: Session(folder / "m.flashmem", build_apart=True).close(),
     "selftest": lambda folder: selftest.run_apart(0, folder),
-    "compiling": lambda folder: compiling.compile_apart(folder / "none.onnx", compiling.CompileOptions()),
+    "compiling": lambda folder: compiling.compile_apart(folder / "none.onnx", BundleRequest()),
     "points": lambda folder: points._run_apart({"bundle": "none", "plan": {}}),
     "sessions": lambda folder: sessions._open(folder / "none", CPUS[0], folder / "cache"),
     "surroundings": lambda folder: surroundings._refusal("/none.so"),
@@ -66,7 +67,7 @@ def test_nothing_is_imported_from_the_current_folder(
 ) -> None:
     """For instance a numpy.py beside a model."""
     told = tmp_path / "told"
-    for name in ("numpy", "ctypes", "json", "typer", "pyopencl"):
+    for name in ("numpy", "ctypes", "json", "argparse", "pyopencl"):
         (tmp_path / f"{name}.py").write_text(f"open({str(told)!r}, 'w')\nraise SystemExit(3)\n")
     (tmp_path / "none.onnx").write_bytes(b"")
     monkeypatch.chdir(tmp_path)

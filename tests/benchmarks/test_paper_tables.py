@@ -24,10 +24,10 @@ from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.planning.capacity.compiled import CompiledCode
 from flashmem.planning.capacity.roofline import predict_seconds
-from flashmem.planning.limits import Limits
 from flashmem.planning.planner import planning_instance
 from flashmem.program.launches import KernelShape, Launch
 from flashmem.program.program import fixed_bytes
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode
 from flashmem.target.descriptor import DeviceDescriptor, Rates, load_descriptor
 from flashmem.tools.simulation.scenario import describe
@@ -127,12 +127,12 @@ def test_ours_held_to_its_gates_is_played_beside_the_strategies() -> None:
     model, found = DATA / "vit-tiny.onnx", {}
     for device in ("adreno750", "pocl"):
         descriptor = load_descriptor(device)
-        options = Options(descriptor, choose_mode(descriptor, "auto"), Limits(unfusion=False))
+        options = Options(descriptor, choose_mode(descriptor, "auto"), BundleRequest(unfusion=False))
         graph = read_graph(model, options)
         whole = generate(graph, fuse(graph), descriptor).program
         budget = sum(part.nbytes for part in whole.slices) // 2 + fixed_bytes(whole)
-        program, options = overlap.within(graph, replace(options, limits=replace(options.limits, budget=budget)))
-        instance = planning_instance(program, descriptor, options.mode, options.limits)
+        program, options = overlap.within(graph, options.changed(budget=budget))
+        instance = planning_instance(program, descriptor, options.mode, options.request)
         slow = sum(part.nbytes for part in program.slices) / sum(layer.seconds for layer in instance.layers)
         found[options.mode] = overlap.seconds(program, overlap.with_disk(options, slow), opening=False)
     assert found["map"][overlap.HELD] == found["map"]["stream"]
@@ -160,7 +160,7 @@ def test_the_share_of_published_widths_is_found(reached: float) -> None:
     """Shares so small that arithmetic limits a tiny model: execution of that share is given, and the share comes back."""
     descriptor = load_descriptor("adreno750")
     assert descriptor.pipelines is not None
-    options = Options(descriptor, "alias", Limits())
+    options = Options(descriptor, "alias")
     graph = read_graph(DATA / "resnet-tiny.onnx", options)
     program = generate(graph, fuse(graph), descriptor).program
     given = replace(descriptor, pipelines=replace(descriptor.pipelines, reached=reached))

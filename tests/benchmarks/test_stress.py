@@ -13,6 +13,7 @@ import pytest
 from benchmarks.streaming import stress
 from flashmem.runtime.opencl.copier import Copier, CopyEvent
 from flashmem.runtime.opencl.discovery import list_devices
+from tests.support.own_memory import give_own_memory
 from tests.support.zoo_data import DATA
 
 ARGUMENTS = ("--paths", "buffer", "--jobs", "1", "--each", "3", "--delay", "0.2")
@@ -30,8 +31,13 @@ def played(device: Any, bundles: Path, capsys: pytest.CaptureFixture[str], *more
     return ended.value.code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
 @pytest.mark.parametrize("device", list_devices()[:1], ids=lambda device: device.descriptor_name)
-def test_late_threads_change_no_answer(device: Any, bundles: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_late_loads_change_no_answer(
+    device: Any, apart: bool, bundles: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if apart:
+        give_own_memory(monkeypatch, device)
     code, summary = played(device, bundles, capsys, "--runs", "36")
     assert code == 0 and summary["runs"] == 36 and summary["wrong"] == summary["failed"] == 0
     assert {name.split()[1] for name in summary["by_mode"]} >= {"dma", "interleave"}

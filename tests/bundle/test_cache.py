@@ -15,6 +15,7 @@ from flashmem.base.units import format_size
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.compilation import read_compilation
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.session import Session
 from tests.support.bundle_changes import files_of
 from tests.support.command_line import Command, command_line
@@ -102,15 +103,15 @@ def test_flashmem_compile_repairs_its_cache(cache: Path) -> None:
 def test_a_model_is_compiled_again_when_one_of_its_files_changes(cache: Path, tmp_path: Path) -> None:
     model, data = (Path(shutil.copy(DATA / f"gptneo-tiny-external.onnx{end}", tmp_path)) for end in ("", ".data"))
     first = flashmem.compile(model)
-    assert read_compilation(model).find() == first
+    assert read_compilation(model, BundleRequest()).find() == first
     os.utime(data)
-    assert read_compilation(model).find() is None
+    assert read_compilation(model, BundleRequest()).find() is None
     second = flashmem.compile(model)
     assert second.path == first.path and second.files != first.files
     data.rename(tmp_path / "elsewhere")
-    assert read_compilation(model).find() is None
+    assert read_compilation(model, BundleRequest()).find() is None
     os.utime(model)
-    assert read_compilation(model).name + ".flashmem" != first.path.name
+    assert read_compilation(model, BundleRequest()).name + ".flashmem" != first.path.name
 
 
 def test_what_was_used_longest_ago_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -15,8 +14,6 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from flashmem.cli.commands.compiling import CompileOptions
-from flashmem.cli.commands.options import BUNDLE_OPTIONS
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.schedule.plan import Status
 from tests.support.caches import empty_bundle_cache
@@ -298,9 +295,5 @@ def test_help_and_version(flashmem: Command) -> None:
     assert flashmem("--version").out.startswith("flashmem ")
     for words in ((), ("devices",), ("compile",), ("run",), ("plan",), ("zoo",), ("zoo", "export"), ("demo",)):
         outcome = flashmem(*words, "--help")
-        assert outcome.code == 0 and "Usage:" in outcome.out
+        assert outcome.code == 0 and "usage:" in outcome.out
     assert "gptneo-125m" in flashmem("zoo", "list").out
-
-
-def test_every_option_of_a_bundle_is_on_the_command_line() -> None:
-    assert list(BUNDLE_OPTIONS) == [field.name for field in fields(CompileOptions)]

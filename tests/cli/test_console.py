@@ -11,7 +11,6 @@ import pytest
 
 from flashmem.base.errors import BudgetError, DefectError, MissingFileError, NoDeviceError, RunError, UserError
 from flashmem.base.streams import exit_codes
-from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.output.console import emit_json, print_table, progress
 
 
@@ -94,29 +93,3 @@ def test_cells_may_hold_any_characters(capsys: pytest.CaptureFixture[str]) -> No
         ["w[0]", "1"],
         ["[bold]x[/]", "22"],
     ]
-
-
-def test_options_travel_to_the_child_process() -> None:
-    options = CompileOptions(
-        device="pocl", budget="64MB", lambda_=0.5, shape=("x=1x2", "y="), preload=("w",), memory_path="texture"
-    )
-    assert options.arguments() == [
-        "--device=pocl", "--budget=64MB", "--lambda=0.5", "--shape=x=1x2", "--shape=y=", "--preload=w", "--memory-path=texture",
-    ]  # fmt: skip
-    assert options.given() == ("--device", "--budget", "--lambda", "--shape", "--preload", "--memory-path")
-    assert CompileOptions().arguments() == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (CompileOptions(budget="lots"), "budget 'lots' is not a size"),
-        (CompileOptions(m_peak="-1"), "M_peak '-1' is not a size"),
-        (CompileOptions(chunk="0"), "chunk '0' must be more than 0"),
-        (CompileOptions(shape=("x=1xN",)), "shape 'x=1xN' is not understood"),
-        (CompileOptions(budget="1MB", m_peak="1MB"), "cannot both be given"),
-    ],
-)
-def test_options_are_checked_before_anything_starts(options: CompileOptions, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        options.check()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 import flashmem as package
-from flashmem.cli import plain
-from flashmem.cli.commands.generate import GenerateOptions
 from flashmem.program.program import host_bytes
 from flashmem.runtime.opencl.discovery import find_device
 from flashmem.schedule.residency import streamed_layout
@@ -104,14 +101,3 @@ def test_simulate_predicts_later_runs_that_only_copy(flashmem: Command, bundle: 
     small = flashmem(*words, "--host-budget", "1KB")
     assert small.code == 2 and f"raise the host budget to {staging} bytes" in small.err
     assert flashmem("simulate", bundle, "--device", "pocl", "--host-budget", "1GB").code == 2
-
-
-def test_the_command_line_of_a_phone_has_the_option(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["flashmem", "run", str(bundle), "--device", "pocl", "--host-budget", "1GB"])
-    with pytest.raises(SystemExit) as ended:
-        plain.main()
-    assert ended.value.code == 2 and "leave the host budget out" in capfd.readouterr().err
-    parsed = plain._parser().parse_args(["generate", "m.flashmem", "hello", "--host-budget", "auto"])
-    assert parsed.host_budget == "auto" and GenerateOptions(host_budget=parsed.host_budget).host_budget == "auto"

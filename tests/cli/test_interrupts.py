@@ -60,7 +60,8 @@ def command(interrupted_at: str = "", before: str = "") -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["typer", "flashmem.cli.main", "flashmem.cli.commands.devices", "numpy._core._multiarray_umath", "pyopencl._cl"]
+    "module",
+    ["argparse", "flashmem.cli.main", "flashmem.cli.commands.devices", "numpy._core._multiarray_umath", "pyopencl._cl"],
 )
 def test_an_interrupt_during_imports_is_one_line(module: str) -> None:
     assert command(module) == ONE_LINE

@@ -22,7 +22,6 @@ from flashmem.runtime.request.process_memory import SLACK, budget_within
 from tests.support.paths import ROOT
 
 DEVICES = [device.descriptor_name for device in list_devices()]
-PLAIN = "from flashmem.base import interrupts; interrupts.watch(); from flashmem.cli.plain import main; main()"
 MB = 1_000_000
 
 
@@ -91,10 +90,10 @@ def test_a_process_stays_below_its_limit(device: str, model: Path) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_bundle_is_planned_for_the_limit(device: str, model: Path, tmp_path: Path) -> None:
     bundle = flashmem.compile(model, tmp_path / "chain.flashmem", device=device)
-    refused = measured(command("run", bundle.path, "--device", device, "--process-memory", "60MB", program=("-c", PLAIN)))
+    refused = measured(command("run", bundle.path, "--device", device, "--process-memory", "60MB"))
     assert refused[0] == 2, refused[2]
     least = smallest(refused[2]) + 1  # processes differ by some hundred KB
-    words = command("run", bundle.path, "--device", device, "--process-memory", f"{least}MB", program=("-c", PLAIN))
+    words = command("run", bundle.path, "--device", device, "--process-memory", f"{least}MB")
     assert measured(words)[0] == 0  # builds kernels, in child processes
     code, out, err, peak = measured(words)
     assert code == 0, err

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from flashmem.base.units import parse_size, read_constants, read_states
+from flashmem.base.units import parse_size
 from flashmem.bundle.shape_variants import read_variants
-from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.request.description import OptionSet
+from flashmem.request.request import BundleRequest
 from tests.support.command_line import Command, command_line
 
 pytestmark = pytest.mark.build_apart  # others replace functions that are replaced here
@@ -48,12 +49,10 @@ WORK: dict[str, tuple[str, ...]] = {
 """The functions that do the work of the commands, by their modules in `flashmem.cli`."""
 
 SIZES = ("budget", "host_budget", "m_peak", "chunk", "process_memory")
-NAMES = {"shape": "shapes", "state": "states", "constant": "constants", "as_json": "json", "path": "bundle"}
+NAMES = {"shape": "shapes", "as_json": "json", "path": "bundle", "verify_weights": "check_weights"}
 READERS: dict[str, Callable[[Any], Any]] = {
-    **{name: lambda text: text if "," in text else parse_size(text) for name in SIZES},
+    **{name: lambda text: text if isinstance(text, str) and "," in text else parse_size(text) for name in SIZES},
     "shape": read_variants,
-    "state": read_states,
-    "constant": read_constants,
 }
 
 
@@ -62,7 +61,11 @@ def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
             yield from _values(each.name, getattr(value, each.name))
-    elif value not in (None, "auto", (), "", {}):
+    elif isinstance(value, OptionSet):
+        for option in value.options:
+            if option in value.given or not isinstance(value, BundleRequest) or option not in BundleRequest.options:
+                yield from _values(option, getattr(value, option))
+    elif value not in (None, (), "", {}) and (value != "auto" or name == "states"):
         read = READERS.get(name, lambda given: given)
         yield NAMES.get(name, name), read(value)
 
@@ -72,12 +75,12 @@ class Work:
     """What the work of commands was called with: in plain values, and the options of a bundle as they are."""
 
     calls: list[dict[str, Any]]
-    requests: list[CompileOptions]
+    requests: list[BundleRequest]
 
     def record(self, name: str, arguments: dict[str, Any]) -> None:
         flat = dict(pair for name, value in arguments.items() for pair in _values(name, value))
         self.calls.append({"work": name, **json.loads(json.dumps(flat, default=str))})
-        self.requests += [value for value in arguments.values() if isinstance(value, CompileOptions)]
+        self.requests += [value for value in arguments.values() if isinstance(value, BundleRequest)]
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from flashmem.compiler.adaptive.shape_variants import CompiledVariant, Variants,
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.program import Generated, write_weights
 from flashmem.compiler.options import Options
-from flashmem.planning.limits import Limits
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import IMPORT_HOST_MEMORY, DeviceDescriptor, descriptor_names, load_descriptor
 from tests.golden.models import GoldenModel
 
@@ -50,7 +50,7 @@ def record(model: GoldenModel, device: str) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         graph = model.graph(Path(folder))
         packs = model.write is not None
-        made = _compiled(graph, Options(descriptor, descriptor.modes[descriptor.memory_paths[0]][0], Limits()))
+        made = _compiled(graph, Options(descriptor, descriptor.modes[descriptor.memory_paths[0]][0]))
         stages = dict(_stages("no limit", made, packs=packs))
         if model.name not in _SLOW and isinstance(made, CompiledVariant):
             drawn, title = _drawn(model.name, descriptor, made.generated.program)
@@ -93,8 +93,8 @@ def _drawn(name: str, descriptor: DeviceDescriptor, unlimited: Program) -> tuple
     precision: Precision = ("fp32", "fp32", "fp16")[draw[4] % 3]
     weights = unlimited.weights_bytes // (4 if precision == "fp16" else 2)
     budget = fixed_bytes(unlimited, shares_memory=descriptor.shares_memory) + weights
-    limits = Limits(budget=budget, objective=objective)
-    options = Options(descriptor.on_path(path), mode, limits, precision, state_precision=precision)
+    request = BundleRequest(budget=budget, objective=objective, precision=precision)
+    options = Options(descriptor.on_path(path), mode, request)
     return options, f"{path} {mode} {objective} {precision} in {budget} bytes"
 
 

@@ -15,11 +15,11 @@ from flashmem.planning.instance import chosen_chunk
 from flashmem.planning.latency.bounds import cheapest_pieces, cost_of, fastest_seconds
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.planning.latency.later_runs import later_seconds, with_kept
-from flashmem.planning.limits import Limits
 from flashmem.planning.objectives.steady import steady_bound
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.planning.problem import Problem
 from flashmem.planning.why import in_flight_bytes
+from flashmem.request.limits import Limits
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
 from flashmem.schedule.plan import OverlapPlan

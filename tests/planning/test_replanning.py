@@ -37,7 +37,7 @@ def instance_of(bundle: Bundle, mode: str) -> Instance:
 
 def test_a_bundle_carries_the_instance_that_it_was_planned_for(bundle: Bundle) -> None:
     mode = bundle.meta["mode"]
-    limits = replace(limits_of(bundle), chunk=bundle.plan.chunk_bytes)
+    limits = limits_of(bundle).replace(chunk=bundle.plan.chunk_bytes)
     posed = planning_instance(bundle.program, bundle.descriptor, mode, limits)
     assert replace(instance_of(bundle, mode), notes=posed.notes) == posed
 

@@ -14,10 +14,8 @@ from typing import Any, NoReturn
 import onnx
 import pytest
 from onnx import TensorProto, helper
-from typer.testing import CliRunner
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.cli.main import app
 from flashmem.planning.capacity.features import launch_features
 from flashmem.profiler import measure, run, sessions
 from flashmem.profiler.bench import Bench
@@ -28,6 +26,7 @@ from flashmem.profiler.rates import MachineRates
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import load_descriptor
+from tests.support.command_line import invoke
 from tests.support.made_profile import BASIS, law
 from tests.support.paths import DATA
 
@@ -198,14 +197,14 @@ def test_a_model_is_refused_before_anything_is_measured(
     models = [a_model(tmp_path / name, operators.get(name, "Relu")) for name in names if name != "dynamic"]
     models += [DATA / "gptneo-tiny-dynamic.onnx"] * ("dynamic" in names)
     words = [word for model in models for word in ("--model", str(model))]
-    result = CliRunner().invoke(app, ["profile", "-o", str(tmp_path / "out"), *words])
-    assert result.exit_code == 2 and message in result.output, result.output
-    assert "--shape" not in result.output
+    result = invoke("profile", "-o", str(tmp_path / "out"), *words)
+    assert result.code == 2 and message in result.err, result.err
+    assert "--shape" not in result.err
     assert not (tmp_path / "out").exists()
 
 
 def test_figures_without_matplotlib_are_refused_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     words = ["profile", "--dataset", str(tmp_path / "nowhere.profile.csv.gz"), "--report", "--figures", str(tmp_path)]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 2 and "`plots` extra" in result.output
+    result = invoke(*words)
+    assert result.code == 2 and "`plots` extra" in result.err

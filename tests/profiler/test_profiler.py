@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
 from flashmem.base.resources import names
-from flashmem.cli.main import app
 from flashmem.compiler.operators import REGISTRY
 from flashmem.planning.capacity.basis import Basis
 from flashmem.planning.capacity.choice import default_model
@@ -40,6 +38,7 @@ from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.schedule.modes import MODES
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names, load_descriptor
+from tests.support.command_line import invoke
 from tests.support.made_profile import BASIS, features, law
 from tests.support.paths import ROOT
 
@@ -364,8 +363,8 @@ def test_classes_are_cut_where_tolerance_leaves_gaps() -> None:
     ],
 )
 def test_bad_input_is_one_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["profile", "-o", str(tmp_path), *arguments])
-    assert result.exit_code == 2 and message in result.output and result.output.count("\n") == 1
+    result = invoke("profile", "-o", str(tmp_path), *arguments)
+    assert result.code == 2 and message in result.err and result.err.count("\n") == 1
 
 
 CASES = [

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from flashmem.base.errors import UserError
 from flashmem.compilation import Compilation
@@ -33,7 +32,6 @@ from flashmem.compiler.selection.tuning_database import (
 )
 from flashmem.planning.capacity.features import KERNEL_FEATURES, kernel_features, launch_features
 from flashmem.planning.capacity.predictor import Predictor
-from flashmem.planning.limits import Limits
 from flashmem.profiler.dataset import SUFFIX as DATASET
 from flashmem.profiler.dataset import read_dataset, write_dataset
 from flashmem.profiler.descriptor import name_table, write_descriptor
@@ -41,6 +39,7 @@ from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Sh
 from flashmem.profiler.timing import generated
 from flashmem.profiler.tuning import Case, TuningRequest, TuningResult, cases, summary, tune
 from flashmem.target.descriptor import DeviceDescriptor, PlainTile, load_descriptor
+from tests.support.command_line import invoke
 from tests.support.paths import DATA, ROOT
 
 CONFIGS = (
@@ -141,7 +140,7 @@ def test_the_key_of_a_bundle_changes_with_the_table(tmp_path: Path) -> None:
     for took in (1e-3, 2e-3):
         descriptor = tuned(tmp_path, [timing(workload, tile, took), timing(workload, wide, 1234.0)])
         assert content_hash(descriptor) and "1234" not in str(descriptor.to_dict())
-        keys.add(Compilation(model, (Options(descriptor, "map", Limits()),)).name)
+        keys.add(Compilation(model, (Options(descriptor, "map"),)).name)
     assert len(keys) == 2
 
 
@@ -264,13 +263,11 @@ def test_nothing_to_choose_is_said(pocl_table: tuple[Path, TuningResult], tmp_pa
 
 
 def test_the_command_says_what_it_did(pocl_table: tuple[Path, TuningResult], monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmem.cli.main import app
-
     folder, _ = pocl_table
     monkeypatch.setattr("flashmem.profiler.tuning.cases", lambda paths, **given: list(CASES))
-    done = CliRunner().invoke(app, ["tune", "--device", str(folder / "pocl.toml"), "--minutes", "0.1"])
-    assert done.exit_code == 0 and done.stdout.strip() == str(folder / "pocl.toml")
-    assert CliRunner().invoke(app, ["tune", "--family", "cake"]).exit_code == 2
+    done = invoke("tune", "--device", str(folder / "pocl.toml"), "--minutes", "0.1")
+    assert done.code == 0 and done.out.strip() == str(folder / "pocl.toml")
+    assert invoke("tune", "--family", "cake").code == 2
 
 
 # -- shapes

@@ -16,7 +16,7 @@ from tests.support.mini_bundle import write_mini_bundle
 from tests.support.paths import DATA
 
 OFFLINE = (
-    "ortools", "xgboost", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "jinja2", "typer", "rich", "google", "pandas",
+    "ortools", "xgboost", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "jinja2", "rich", "google", "pandas",
     "flashmem.compiler", "flashmem.compile", "flashmem.planning.capacity", "flashmem.tools",
 )  # fmt: skip
 

@@ -19,9 +19,9 @@ from flashmem.bundle.replacing import replace_plan
 from flashmem.compiler.adaptive.plan_graph import plan_program
 from flashmem.compiler.options import Options
 from flashmem.planning import planner, portfolio
-from flashmem.planning.limits import Limits
 from flashmem.planning.objectives import paper
 from flashmem.planning.why import reasons
+from flashmem.request.limits import Limits
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, Strategy

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-import flashmem
 from flashmem.base.paths import VARIABLE, cache_folder, make_private
 from flashmem.bundle.bundle import Bundle
+from flashmem.cli.calls.models import CompileCommand
 from flashmem.cli.commands import compiling
 from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
+from flashmem.request.opening import SessionCall
+from flashmem.request.request import CompileCall
 from flashmem.runtime.engine import opened
 from flashmem.runtime.kernels import ahead_of_time, chains
 from flashmem.runtime.kernels.cache import Build, CachedKernels
@@ -23,7 +25,6 @@ from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl import measured_rates
 from flashmem.runtime.opencl.context import CompiledProgram, Context
 from flashmem.runtime.serving.runtime import Runtime
-from flashmem.runtime.session import Session
 from flashmem.target.descriptor import DeviceDescriptor
 
 
@@ -60,8 +61,8 @@ def kernels_built_by_runs(monkeypatch: pytest.MonkeyPatch, *, saved: bool = True
         else:
             _save(kernels)
 
-    def compile_here(*args: Any, build: bool = True, with_binaries: bool = False, **options: Any) -> Bundle:
-        return _compile_here(*args, build=build and with_binaries, with_binaries=with_binaries, **options)
+    def compile_here(call: CompileCommand) -> Bundle:
+        return _compile_here(call.replace(build=call.build and call.with_binaries))
 
     def compile_apart(*args: Any, build: bool = True, **options: Any) -> Bundle:
         return _compile_apart(*args, build=False, **options)
@@ -153,7 +154,8 @@ def kernels_built_as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _set_defaults(monkeypatch: pytest.MonkeyPatch, *, apart: bool) -> None:
-    for function, name in ((flashmem.compile, "build"), (Session.__init__, "build_apart"), (Runtime.__init__, "build_apart")):
-        defaults = function.__kwdefaults__
-        assert defaults is not None
-        monkeypatch.setitem(defaults, name, apart)
+    for description, name in ((CompileCall, "build"), (SessionCall, "build_apart")):
+        monkeypatch.setattr(description.options[name], "default", apart)
+    defaults = Runtime.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "build_apart", apart)

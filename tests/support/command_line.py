@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashmem.cli.main import main
+from flashmem.base.streams import exit_codes
+from flashmem.cli.main import call, main
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,11 @@ def command_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[s
         return Outcome(code if isinstance(code, int) else 0, printed.out, printed.err)
 
     return command
+
+
+def invoke(*words: str | Path) -> Outcome:
+    """Run a command in this process, without replacing `sys.argv`."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as left, exit_codes():
+        sys.exit(call([*map(str, words)]))
+    return Outcome(int(left.value.code or 0), out.getvalue(), err.getvalue())

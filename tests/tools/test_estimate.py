@@ -16,6 +16,7 @@ from flashmem.compilation import read_compilation
 from flashmem.compile import compile_rehearsal
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import sketched
+from flashmem.request.request import BundleRequest
 from flashmem.tools.estimate import estimate_generation
 from tests.support.command_line import command_line
 from tests.support.gguf_models import SmallLlama
@@ -31,14 +32,14 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_memory_and_loads_are_those_of_the_model(name: str, tmp_path: Path) -> None:
     file = MODELS[name].write(tmp_path / "m.gguf")
-    free = estimate_generation(file, max_length=64)
+    free = estimate_generation(file, BundleRequest(max_length=64))
     assert (free.budget, free.token_bytes, free.max_length, free.filled) == (None, 0, 64, 32)
     assert free.token_seconds > 0 and free.prompt_seconds > 0
     assert free.smallest < free.peak
     made = flashmem.compile(file, tmp_path / "free.flashmem", max_length=64)
     assert made.program.weights_bytes == free.weights
     budget = free.smallest * 11 // 10
-    tight = estimate_generation(file, max_length=64, budget=budget)
+    tight = estimate_generation(file, BundleRequest(max_length=64, budget=budget))
     bundle = flashmem.compile(file, tmp_path / "m.flashmem", max_length=64, budget=budget)
     largest = max(part.nbytes for part in bundle.program.slices)
     with flashmem.Generator(bundle) as generator:
@@ -53,7 +54,7 @@ def test_memory_and_loads_are_those_of_the_model(name: str, tmp_path: Path) -> N
 def test_the_smallest_budget_is_enough_and_no_smaller_one(tmp_path: Path) -> None:
     file = MODELS["halves"].write(tmp_path / "m.gguf")
     _, smallest = compile_rehearsal(
-        read_compilation(file, max_length=64), tmp_path / "r.flashmem", lambda stage, fraction: None
+        read_compilation(file, BundleRequest(max_length=64)), tmp_path / "r.flashmem", lambda stage, fraction: None
     )
     flashmem.compile(file, tmp_path / "m.flashmem", max_length=64, budget=smallest, build=False)
     with pytest.raises(BudgetError):
@@ -78,7 +79,7 @@ def test_a_folder_on_the_command_line(
 def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     model = unpack(tmp_path) / "llama" / "model.onnx"
     with pytest.raises(UserError, match="has no tokenizer; an estimate is of a"):
-        estimate_generation(model)
+        estimate_generation(model, BundleRequest())
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the page cache cannot be dropped here")

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.bundle.replacing import replace_plan
-from flashmem.cli.commands.compiling import CompileOptions
-from flashmem.cli.commands.run import RunOptions, run_model
+from flashmem.cli.calls.models import RunCommand
+from flashmem.cli.commands.run import run_model
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import TimedInterval
@@ -91,7 +91,7 @@ def test_real_runs_teach_a_plan_that_gives_the_same_answer(mode: Any, tmp_path: 
         before = session.run(None, inputs)
     digest = bundle.weights_sha256
     for runs in (3, 6):
-        run_model(bundle.path, CompileOptions(), RunOptions(repeat=3, learn=True, json=True))
+        run_model(RunCommand(bundle.path, repeat=3, learn=True, json=True))
         again = flashmem.Bundle.open(bundle.path)  # checks C0-C3 and the layouts
         assert again.meta[KEY]["runs"] == runs and again.plan.layouts.keys() == bundle.plan.layouts.keys()
     assert again.weights_sha256 == digest
@@ -122,4 +122,4 @@ def test_a_bundle_without_limits_and_preloading_runs_teach_nothing(bundle: flash
     with pytest.raises(UserError, match="does not say what it was planned for"):
         learn(bare, "map", [_report(bundle, 1.0, 1e6)])
     with pytest.raises(UserError, match="runs that stream"):
-        run_model(bundle.path, CompileOptions(), RunOptions(strategy="preload", learn=True))
+        run_model(RunCommand(bundle.path, strategy="preload", learn=True))

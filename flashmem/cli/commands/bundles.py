@@ -10,7 +10,7 @@ from pathlib import Path
 from flashmem.base.errors import BudgetError, BundleError
 from flashmem.base.paths import TEMPLATES, cache_folder, is_foreign
 from flashmem.base.streams import say
-from flashmem.base.units import format_size, parse_size
+from flashmem.base.units import format_size
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.cache import Entry
@@ -47,7 +47,7 @@ def check_bundle(path: Path, *, as_json: bool) -> None:
         print(f"{path} is what was written: {slices} slices, {format_size(nbytes)} of weights{several}")
 
 
-def replan_bundle(path: Path, budget: str, output: Path | None) -> Path:
+def replan_bundle(path: Path, budget: int, output: Path | None) -> Path:
     """Plan a bundle again for another budget. Returns the path of the bundle with the new plan.
 
     Raises:
@@ -56,7 +56,7 @@ def replan_bundle(path: Path, budget: str, output: Path | None) -> Path:
     from flashmem.tools.learn import replan
 
     try:
-        return replan(Bundle.open(path), parse_size(budget, what="budget"), output).path
+        return replan(Bundle.open(path), budget, output).path
     except BudgetError as error:
         raise BudgetError(
             f"{error}, or compile the model for this budget: slices of a bundle stay as they were cut",

@@ -10,11 +10,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, MissingFileError, UserError
@@ -22,86 +22,19 @@ from flashmem.base.extras import offline_half
 from flashmem.base.interrupts import EXIT_CODE, blocked, child_environment
 from flashmem.base.paths import VARIABLE, why_unusable
 from flashmem.base.streams import say
-from flashmem.base.units import read_constants, read_states
 from flashmem.bundle import cache as bundle_cache
 from flashmem.bundle.language import is_bundle, is_language_folder
-from flashmem.bundle.shape_variants import asked_for, list_text, read_variants, shapes_text
+from flashmem.bundle.shape_variants import asked_for, list_text, shapes_text
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import progress
+from flashmem.request.opening import SessionRequest
+from flashmem.request.request import BundleRequest, CompileCall
 
 if TYPE_CHECKING:
     from flashmem.bundle.bundle import Bundle
-    from flashmem.planning.limits import Limits
+    from flashmem.cli.calls.models import CompileCommand
 
-
-@dataclass(frozen=True)
-class CompileOptions:
-    """The options of a compilation, as text from the command line. None or empty leaves the default of `flashmem.compile`."""
-
-    device: str | None = None
-    budget: str | None = None
-    host_budget: str | None = None
-    m_peak: str | None = None
-    lambda_: float | None = None
-    chunk: str | None = None
-    precision: str | None = None
-    state_precision: str | None = None
-    quantize: str | None = None
-    shape: tuple[str, ...] = ()
-    constant: tuple[str, ...] = ()
-    state: tuple[str, ...] = ()
-    max_length: int | None = None
-    batch: int | None = None
-    preload: tuple[str, ...] = ()
-    memory_path: str | None = None
-    mode: str | None = None
-    objective: str | None = None
-    strategy: str | None = None
-    unfusion: bool | None = None
-    mu: float | None = None
-    alpha: float | None = None
-    units: str | None = None
-    optimize: str | None = None
-
-    def check(self) -> None:
-        """Raise UserError for an invalid size, shape, constant or state, before a child process is started."""
-        self.limits()
-        read_variants(self.shape)
-        read_states(self.state)
-        read_constants(self.constant)
-
-    def limits(self) -> Limits:
-        """The planning limits in the options. Raises UserError for invalid ones."""
-        from flashmem.planning.limits import read_limits
-
-        return read_limits(**self._given(_LIMITS))
-
-    def target(self) -> dict[str, Any]:
-        """The target in the options, as arguments of `flashmem.options.resolve`."""
-        return {**self._given(_TARGET), "states": read_states(self.state), "constants": read_constants(self.constant)}
-
-    def keywords(self) -> dict[str, Any]:
-        """All options except shapes, as arguments of `flashmem.compile`."""
-        return {**self.target(), **self._given(("max_length", "batch", "quantize", *_LIMITS))}
-
-    def _given(self, names: Iterable[str]) -> dict[str, Any]:
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
-
-    def given(self) -> tuple[str, ...]:
-        """The flags that were given, for instance `--chunk`."""
-        return tuple(f"--{_flag(field.name)}" for field in fields(self) if getattr(self, field.name) not in (None, ()))
-
-    def arguments(self) -> list[str]:
-        """The same options as command line arguments."""
-        written: list[str] = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            for item in value if isinstance(value, tuple) else (value,):
-                if isinstance(item, bool):
-                    written.append(f"--{'' if item else 'no-'}{_flag(field.name)}")
-                elif item is not None:
-                    written.append(f"--{_flag(field.name)}={item}")
-        return written
+Asked = TypeVar("Asked", bound=SessionRequest)
 
 
 @dataclass(frozen=True)
@@ -132,70 +65,47 @@ class ProcessLimit:
         return None if text is None else cls(*map(int, text.split(",")))
 
 
-def within_process(
-    options: CompileOptions, process_memory: str | None, host_budget: str | None, *, compiles: bool
-) -> tuple[CompileOptions, ProcessLimit | None]:
-    """`options` with the budget that a limit on this process leaves for a model that is compiled (`compiles`).
+def within_process(call: Asked, *, compiles: bool) -> tuple[Asked, ProcessLimit | None]:
+    """`call` with the budget that its limit on this process leaves for a model that is compiled (`compiles`).
 
     Opens the device, to measure what the process holds without the model.
 
     Raises:
-        UserError: not a size, a budget is given too, or the device has memory of its own.
+        UserError: a budget is given too, or the device has memory of its own.
     """
-    if process_memory is None:
-        return options, None
+    limit = call.process_memory
+    if limit is None:
+        return call, None
+    if call.budget is not None or call.m_peak is not None or call.host_budget is not None:
+        raise UserError("--process-memory gives the budget; give either it or --budget, --m-peak and --host-budget")
+    if not compiles:
+        return call, None
     from flashmem.runtime.engine.device_state import DeviceInUse
     from flashmem.runtime.request.options import device_here
-    from flashmem.runtime.request.process_memory import budget_within, read_process_memory
+    from flashmem.runtime.request.process_memory import budget_within
 
-    if options.budget is not None or options.m_peak is not None or host_budget is not None:
-        raise UserError("--process-memory gives the budget; give either it or --budget, --m-peak and --host-budget")
-    limit = read_process_memory(process_memory)
-    if not compiles:
-        return options, None
-    held: int | None = DeviceInUse(device := device_here(options.device or "auto"), None).start_rss
+    held: int | None = DeviceInUse(device := device_here(call.device), None).start_rss
     if held is not None:  # rounded up, so that the next call finds the same bundle in the cache
         held = -(-(held + _OPENED) // _STEP) * _STEP
-    budget = budget_within(limit, held, device)
-    return replace(options, budget=str(budget)), ProcessLimit(limit, held or 0)
+    return call.replace(budget=budget_within(limit, held, device)), ProcessLimit(limit, held or 0)
 
 
-def compile_here(
-    model: Path,
-    output: Path | None,
-    options: CompileOptions,
-    *,
-    build: bool = True,
-    with_binaries: bool = False,
-    dump_passes: Path | None = None,
-    process: ProcessLimit | None = None,
-) -> Bundle:
-    """Compile in this process, with a progress bar; without `output`, into the user's cache. `build`: kernels too.
-
-    `process`: where the budget comes from, for errors. `dump_passes`: a folder for the graph as text, before and after each
-    pass.
+def compile_here(call: CompileCommand) -> Bundle:
+    """Compile in this process, with a progress bar; without an output, into the user's cache.
 
     Raises:
         UserError: no output and no cache; and the errors of `flashmem.compile`.
     """
-    options.check()
-    if output is None and (reason := why_unusable(folder := bundle_cache.folder())) is not None:
+    if call.output is None and (reason := why_unusable(folder := bundle_cache.folder())) is not None:
         raise UserError(f"{folder} {reason}; name a bundle with -o, or set {VARIABLE} to a folder that can")
     with offline_half("compiling"):
         from flashmem.compile import compile as compile_model
-    listed = _drivers_listed() if build else nullcontext()
-    with listed, progress(f"compiling {model.name}") as report, process.explained() if process else nullcontext():
-        bundle = compile_model(
-            model,
-            output,
-            shapes=read_variants(options.shape),
-            build=build,
-            with_binaries=with_binaries,
-            dump_passes=dump_passes,
-            progress=report,
-            **options.keywords(),
-        )
-    if options.quantize is not None:
+    listed = _drivers_listed() if call.build else nullcontext()
+    process = ProcessLimit.of(call.within)
+    title = f"compiling {Path(str(call.model)).name}"
+    with listed, progress(title) as report, process.explained() if process else nullcontext():
+        bundle = compile_model(**call.given_as(CompileCall).given, progress=report)
+    if call.quantize is not None:
         say(_quantised(bundle.meta["quantised"]))
     if others := bundle.meta.get("states_in_half"):
         say(f"states in half, as they are no caches of keys or values that attention alone reads: {', '.join(others)}")
@@ -222,12 +132,11 @@ def _quantised(weights: Sequence[Mapping[str, Any]]) -> str:
     return f"weights quantised, relative to their root mean squares: {'; '.join(parts)}"
 
 
-def compile_apart(model: Path, options: CompileOptions, *, build: bool = True, process: ProcessLimit | None = None) -> Bundle:
+def compile_apart(model: Path, request: BundleRequest, *, build: bool = True, process: ProcessLimit | None = None) -> Bundle:
     """The bundle in the user's cache; it is compiled in a child process unless it is there. `build`: kernels too.
 
-    `process`: as for `compile_here`.
-
-    This process does not import the compiler. The child prints its progress and its errors to the same stderr.
+    `process`: where the budget comes from, for errors. This process does not import the compiler. The child prints its progress
+    and its errors to the same stderr.
 
     Raises:
         SystemExit: the child failed and has printed the reason; with its exit code.
@@ -236,13 +145,12 @@ def compile_apart(model: Path, options: CompileOptions, *, build: bool = True, p
     from flashmem.bundle.bundle import Bundle
     from flashmem.compilation import read_compilation
 
-    options.check()
     if not model.is_file() and not is_language_folder(model):
         raise MissingFileError(f"{model}: no such file; name an .onnx or .gguf file, or a bundle")
     have_cache()
-    if (found := read_compilation(model, shapes=read_variants(options.shape), **options.keywords()).find()) is not None:
+    if (found := read_compilation(model, request).find()) is not None:
         return found
-    command = python_module("flashmem", "compile", str(model), *options.arguments(), f"--{'' if build else 'no-'}build")
+    command = python_module("flashmem", "compile", str(model), *request.arguments(), f"--{'' if build else 'no-'}build")
     command += [] if process is None else [process.argument()]
     quiet = module_environment(child_environment())
     with blocked() as unblock, subprocess.Popen(command, env=quiet, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as child:
@@ -270,20 +178,21 @@ def _interrupt(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def bundle_of(
+def open_bundle(
     model: Path,
-    options: CompileOptions,
+    request: BundleRequest,
     *,
-    still_open: Collection[str] = (),
+    chosen_again: bool = True,
     build: bool = False,
     process: ProcessLimit | None = None,
 ) -> Bundle:
-    """The bundle for `model`: `model` itself if it is a folder, else the compiled one, with its kernels if `build`.
+    """The bundle for `model`: `model` itself if it is one, with the variant of `--shape` selected, or the first; else the
+    compiled one, with its kernels if `build`.
 
-    `still_open` has the flags that the command accepts for a bundle too, for instance `RUN_TIME`.
+    `chosen_again`: whether the command chooses what a session chooses, such as the device, for a bundle too.
 
     Raises:
-        UserError: an option was given that was fixed when the bundle was compiled.
+        UserError: an option was given that was fixed when the bundle was compiled, or the bundle has no such variant.
     """
     from flashmem.bundle.bundle import Bundle
 
@@ -292,30 +201,13 @@ def bundle_of(
             raise UserError(
                 f"{model} is no bundle, and the compiler is not installed here; compile it elsewhere, and copy the bundle"
             )
-        return compile_apart(model, options, build=build, process=process)
-    fixed = [flag for flag in options.given() if flag not in still_open]
-    if fixed:
-        raise UserError(f"{fixed[0]} was fixed when {model} was compiled; compile the model anew, or leave {fixed[0]} out")
-    return Bundle.open(model)
-
-
-def open_bundle(
-    model: Path,
-    options: CompileOptions,
-    *,
-    still_open: Collection[str] = (),
-    build: bool = False,
-    process: ProcessLimit | None = None,
-) -> Bundle:
-    """Open the bundle from `bundle_of`, with the shape variant in `--shape` selected, or the first.
-
-    Raises:
-        UserError: the bundle has no such variant.
-    """
-    bundle = bundle_of(model, options, still_open=(*still_open, "--shape"), build=build, process=process)
-    asked = read_variants(options.shape)
-    if not is_bundle(model):
-        return bundle
+        return compile_apart(model, request.of_bundle, build=build, process=process)
+    for name in request.fixed if chosen_again else request.of_bundle.given:
+        if name != "shapes":
+            flag = request.options[name].flags[0]
+            raise UserError(f"{flag} was fixed when {model} was compiled; compile the model anew, or leave {flag} out")
+    bundle = Bundle.open(model)
+    asked = request.shapes
     if len(asked) > 1:
         raise UserError(f"{model} is compiled, and --shape names {len(asked)} variants of it; name one, or leave --shape out")
     inputs = [variant.program.inputs for variant in bundle.variants]
@@ -325,29 +217,7 @@ def open_bundle(
     return bundle.variant(index)
 
 
-_TARGET = ("device", "memory_path", "mode", "precision", "state_precision", "optimize")
-_LIMITS = (
-    "budget",
-    "m_peak",
-    "chunk",
-    "lambda_",
-    "objective",
-    "preload",
-    "strategy",
-    "unfusion",
-    "mu",
-    "alpha",
-    "units",
-    "host_budget",
-)
 _LAST_SECONDS = 10
 
 _OPENED, _STEP = 8 << 20, 4 << 20
 """Bytes that an opened bundle and the inputs of a run take, and the step in which a process's memory counts."""
-
-RUN_TIME = ("--device", "--budget", "--mode")
-"""Flags that also apply to a bundle: a session or a simulation can choose them again."""
-
-
-def _flag(name: str) -> str:
-    return name.rstrip("_").replace("_", "-")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from flashmem.base.streams import say
 from flashmem.base.units import format_size
+from flashmem.cli.calls.devices import DesignCommand
 from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.application.designs import Designs, SwitchingRule
 from flashmem.tools.design.application import Application, BroadObjective, read_application
@@ -16,19 +15,7 @@ from flashmem.tools.design.profiles import Profiling, candidates
 from flashmem.tools.design.writer import Solved, described, solved, write
 
 
-@dataclass(frozen=True)
-class DesignOptions:
-    """The options of `flashmem design`."""
-
-    application: Path
-    output: Path | None = None
-    runs: int = 20
-    simulated: bool = False
-    seed: int = 0
-    json: bool = False
-
-
-def design_application(options: DesignOptions) -> None:
+def design_application(options: DesignCommand) -> None:
     """Profile the candidates of an application, solve it, and write its designs.
 
     Raises:

@@ -9,11 +9,11 @@ from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.units import format_size
 from flashmem.bundle.language import is_bundle
-from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.cli.output.console import emit_json, print_facts, progress
+from flashmem.request.request import BundleRequest
 
 
-def show_estimate(model: Path, compiling: CompileOptions, *, as_json: bool) -> None:
+def show_estimate(model: Path, compiling: BundleRequest, *, as_json: bool) -> None:
     """Print what generation with a GGUF file or a folder takes on the device, within the budget.
 
     Raises:
@@ -22,11 +22,10 @@ def show_estimate(model: Path, compiling: CompileOptions, *, as_json: bool) -> N
     """
     if is_bundle(model):
         raise UserError(f"{model} is compiled already; --estimate is for a .gguf file or a folder with a model in ONNX")
-    compiling.check()
     with offline_half("an estimate"):
         from flashmem.tools.estimate import estimate_generation
     with progress(f"planning {model.name}") as report:
-        made = estimate_generation(model, report, **compiling.keywords())
+        made = estimate_generation(model, compiling, report)
     if as_json:
         emit_json(asdict(made))
         return

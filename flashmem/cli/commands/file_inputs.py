@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,29 +17,12 @@ from numpy.typing import NDArray
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.interrupts import EXIT_CODE, child_environment
 from flashmem.bundle.language import is_bundle
-from flashmem.bundle.shape_variants import read_variants, shapes_text
-from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.cli.calls.file_inputs import FileInputs, ImageOptions
+from flashmem.cli.calls.models import RunCommand
 from flashmem.program.tensors import Port
 
 if TYPE_CHECKING:
     from flashmem.tools.inputs.classes import Classes
-
-
-@dataclass(frozen=True)
-class FileInputs:
-    """The options that name files or a text; `image_flags` has the name and text of each flag about images."""
-
-    image: Path | None = None
-    audio: Path | None = None
-    text: str | None = None
-    labels: Path | None = None
-    rate: int | None = None
-    image_flags: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def given(self) -> bool:
-        """Whether any of the options was given."""
-        return self != FileInputs()
 
 
 @dataclass(frozen=True)
@@ -70,39 +53,38 @@ class MadeInputs:
 
 
 @contextmanager
-def made_inputs(model: Path, files: FileInputs, options: CompileOptions) -> Iterator[tuple[MadeInputs | None, CompileOptions]]:
-    """Make the inputs in a temporary folder; yields them, and `options` with the shapes of inputs with open dimensions.
+def made_inputs(call: RunCommand) -> Iterator[tuple[MadeInputs | None, RunCommand]]:
+    """Make the inputs in a temporary folder; yields them, and `call` with the shapes of inputs with open dimensions.
 
-    Yields None, and `options` unchanged, if no file was given.
+    Yields None, and `call` unchanged, if no file was given.
 
     Raises:
         SystemExit: the child failed and has printed the reason; with its exit code.
         KeyboardInterrupt: the child was interrupted.
     """
-    if not files.given:
-        yield None, options
+    if not call.given.keys() & FileInputs.options.keys():
+        yield None, call
         return
-    variants = read_variants(options.shape)
+    variants = call.shapes
     with tempfile.TemporaryDirectory(prefix="flashmem-inputs-") as folder:
         arrays = Path(folder) / "inputs.npz"
-        paths = {"image": files.image, "audio": files.audio, "labels": files.labels}
+        paths = {"image": call.image, "audio": call.audio, "labels": call.labels}
         request = {
-            "model": str(model),
+            "model": str(call.model),
             "paths": {name: None if path is None else str(path) for name, path in paths.items()},
-            "text": files.text,
-            "rate": files.rate,
-            "image_flags": dict(files.image_flags),
+            "text": call.text,
+            "rate": call.rate,
+            "image_flags": call.given_as(ImageOptions).given,
             "shapes": variants[0] if len(variants) == 1 else {},
         }
         said = _child(request, arrays)
         shapes = said["shapes"]
         named = {name: tuple(shape) for name, shape in shapes.items() if name not in variants[0]}
-        if named and not is_bundle(model):
-            options = replace(options, shape=(*options.shape, *(shapes_text({name: shape}) for name, shape in named.items())))
+        if named and not is_bundle(call.model):
+            call = call.replace(shapes=[{**each, **named} for each in variants])
         labels = {"names": tuple(said["labels"]["names"]), "several": said["labels"]["several"]}
-        constant = {text.partition("=")[0] for text in options.constant}
-        others = tuple(name for name in said["others"] if name not in constant)
-        yield MadeInputs(arrays, said["sentences"], others, labels, files.labels is not None), options
+        others = tuple(name for name in said["others"] if name not in call.constants)
+        yield MadeInputs(arrays, said["sentences"], others, labels, call.labels is not None), call
 
 
 def _child(request: dict[str, Any], arrays: Path) -> dict[str, Any]:

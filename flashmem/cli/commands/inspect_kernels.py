@@ -6,19 +6,19 @@ import sys
 
 from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
-from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.profiler.phone_compilers.gpus import GPUS, Gpu, gpu_of
 from flashmem.profiler.phone_compilers.report import examine, texts_of
+from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import load_descriptor
 
 
-def inspected_gpu(options: CompileOptions) -> Gpu:
+def inspected_gpu(options: BundleRequest) -> Gpu:
     """The GPU that --device names.
 
     Raises:
         UserError: no device was named, or one without an open compiler.
     """
-    if options.device is None:
+    if options.device == "auto":
         raise UserError(f"--inspect needs --device with a phone's GPU; name one of: {', '.join(GPUS)}")
     return gpu_of(load_descriptor(options.device).name)
 

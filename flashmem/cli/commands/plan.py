@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +14,15 @@ from flashmem.base.extras import offline_half
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
-from flashmem.bundle.shape_variants import list_text, port_shapes, read_variants, stored_again
-from flashmem.cli.commands.compiling import CompileOptions, open_bundle
+from flashmem.bundle.shape_variants import list_text, port_shapes, stored_again
+from flashmem.cli.commands.compiling import open_bundle
 from flashmem.cli.commands.plan_steady import steady_rows, steady_text
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import plan_architecture
 from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program.program import Program, raw_bytes
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.tools.zoo.names import architecture
 
@@ -79,16 +80,16 @@ class Because:
     text: str
 
 
-def show_plan(model: Path, options: CompileOptions, *, as_json: bool, show_all: bool = False) -> None:
+def show_plan(model: Path, options: BundleRequest, *, as_json: bool, show_all: bool = False) -> None:
     """Print the plan of a bundle, of a model, or of a known architecture (`zoo:NAME`); it is checked against C0-C3."""
     name = architecture(model)
     if name is not None:
         zoo = plan_architecture(name, options)
         shown = Shown(zoo.name, zoo.descriptor.name, zoo.program, zoo.plan, zoo.seconds)
     else:
-        bundle = open_bundle(model, options)
+        bundle = open_bundle(model, options, chosen_again=False)
         smallest = _smallest(model, options) if model.suffix == ".onnx" else []
-        which = [bundle.index] if is_bundle(model) and options.shape else range(len(bundle.variants))
+        which = [bundle.index] if is_bundle(model) and any(options.shapes) else range(len(bundle.variants))
         if len(bundle.variants) > 1:
             _show_variants([bundle.variant(index) for index in which], smallest, as_json, show_all)
             return
@@ -124,15 +125,16 @@ def _show_variants(variants: Sequence[Bundle], smallest: Sequence[SmallestBudget
         _print(one, show_all)
 
 
-def _smallest(model: Path, options: CompileOptions) -> list[SmallestBudget]:
+def _smallest(model: Path, options: BundleRequest) -> list[SmallestBudget]:
     """The smallest budget of each shape variant alone."""
     with offline_half("planning"):
         from flashmem.compiler.frontend.read_graph import read_graph
         from flashmem.options import resolve
         from flashmem.tools.smallest_budget import smallest_budget
     found = []
-    for shapes in read_variants(options.shape):
-        resolved = resolve(options.limits(), shapes=shapes, **options.target())
+    first = resolve(options)
+    for shapes in options.shapes:
+        resolved = replace(first, shapes=shapes)
         found.append(smallest_budget(read_graph(model, resolved), resolved))
     return found
 

@@ -6,13 +6,13 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
 from flashmem.base.types import TransferMode
-from flashmem.cli.commands.compiling import CompileOptions
 from flashmem.program.program import Program
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -33,16 +33,16 @@ class ZooPlan:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
+def plan_architecture(name: str, options: BundleRequest) -> ZooPlan:
     """Plan the architecture `name`. The planner checks the plan before it returns it.
 
     Raises:
         UserError: no such architecture, or options that do not apply to it.
     """
-    options.check()
-    if options.shape:
+    if any(options.shapes):
         raise UserError("--shape does not go with zoo: models, whose shapes are fixed; leave it out")
-    if not options.unfusion and (options.mu is not None or options.alpha is not None):
+    unfusion = options.given.get("unfusion", False)
+    if not unfusion and not options.given.keys().isdisjoint(("mu", "alpha")):
         raise UserError("zoo: models are planned without unfusion; give --unfusion too, or leave --mu and --alpha out")
     with offline_half("planning"):
         from flashmem.compiler.adaptive.plan_graph import plan_graph
@@ -51,7 +51,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         from flashmem.tools.zoo.graphs import zoo_graph
 
     graph = zoo_graph(name)
-    resolved = resolve(replace(options.limits(), unfusion=bool(options.unfusion)), **options.target())
+    resolved = resolve(options.replace(unfusion=unfusion))
 
     seconds = dict.fromkeys(("fuse", "generate", "plan_and_check", "total"), 0.0)
 
@@ -65,7 +65,7 @@ def plan_architecture(name: str, options: CompileOptions) -> ZooPlan:
         with timed("fuse"):
             graph = prepare(graph)
         generated, plan = plan_graph(graph, resolved, timed)
-    budget = resolved.limits.budget
+    budget = resolved.request.budget
     return ZooPlan(name, resolved.descriptor, resolved.mode, generated.program, plan, budget, seconds)
 
 

@@ -7,12 +7,11 @@ from pathlib import Path
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.extras import need
 from flashmem.base.streams import say
+from flashmem.cli.calls.devices import ProfileCommand
 from flashmem.cli.output.console import progress
 
 
-def profile_device(
-    device: str, output: Path, *, minutes: float, name: str, models: tuple[Path, ...], resume: bool, seed: int
-) -> Path:
+def profile_device(call: ProfileCommand) -> Path:
     """Profile a device with a progress bar; returns the descriptor's path.
 
     Raises:
@@ -21,25 +20,26 @@ def profile_device(
     _need_extra()
     from flashmem.profiler.run import ProfileRequest, profile
 
-    _check_output(output, name)
-    for model in models:
+    _check_output(call)
+    for model in call.model:
         if not model.is_file():
             raise MissingFileError(f"model {model} does not exist; name an ONNX file")
-    request = ProfileRequest(device, output, minutes, name, models, resume, seed)
+    request = ProfileRequest(call.device, call.output, call.minutes, call.name, call.model, call.resume, call.seed)
     with progress("profiling") as report:
         path: Path = profile(request, report)
     say(f"use it as --device {path}")
     return path
 
 
-def _check_output(output: Path, name: str) -> None:
+def _check_output(call: ProfileCommand) -> None:
+    name, output = call.name, call.output
     if name and not name.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--name {name!r} cannot be a file's name; use letters, digits, '-' and '_'")
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is not a folder; name one")
 
 
-def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name: str, resume: bool) -> Path:
+def measure_device(call: ProfileCommand, kit: Path) -> Path:
     """Measure a device with the launches of a kit, without a compiler; returns the dataset's path.
 
     Raises:
@@ -51,26 +51,26 @@ def measure_device(kit: Path, device: str, output: Path, *, minutes: float, name
     from flashmem.runtime.opencl.devices import descriptor_for
     from flashmem.runtime.opencl.discovery import find_device
 
-    _check_output(output, name)
+    _check_output(call)
     held = Kit(kit)
-    here = find_device(device)
+    here = find_device(call.device)
     descriptor = descriptor_for(here)
     if descriptor.name != held.descriptor.name:
         what = f"{kit} is for {held.descriptor.name}, and {here.name} is {descriptor.name}"
         raise UserError(f"{what}; make one with: flashmem profile --kit {descriptor.name}.kit --device {descriptor.name}")
-    request = ProfileRequest(device, output, minutes, name, (), resume, held.seed)
+    request = ProfileRequest(call.device, call.output, call.minutes, call.name, (), call.resume, held.seed)
     with progress("measuring") as report:
         found = measure(request, here, descriptor, held.models(), report, held.supply)
     count = sum(row.mode == "none" for row in found.growing.rows)
     if count < LEAST_LAUNCHES:
         raise UserError(f"{count} launches are too few to learn from, {LEAST_LAUNCHES} are the least; measure for more minutes")
-    path = found.write(output, name or descriptor.name)
+    path = found.write(call.output, call.name or descriptor.name)
     found.done()
     say(f"train on it where the compiler is: flashmem profile --dataset {path.name}")
     return path
 
 
-def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> Path:
+def write_kit(call: ProfileCommand, path: Path) -> Path:
     """Write a kit for measuring a device on another machine; returns the kit's path.
 
     Raises:
@@ -82,9 +82,9 @@ def write_kit(path: Path, device: str, models: tuple[Path, ...], seed: int) -> P
     from flashmem.runtime.request.options import find_descriptor
 
     check_target(path, "--kit")
-    descriptor = find_descriptor(device)
+    descriptor = find_descriptor(call.device)
     with progress("packing") as report:
-        made: Path = write(path, descriptor, models, seed, report)
+        made: Path = write(path, descriptor, call.model, call.seed, report)
     return made
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.base.files import check_target
-from flashmem.base.units import format_size, parse_size
+from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.cli.calls.bundles import QueueCommand
 from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.engine.inputs import complete_inputs
 from flashmem.runtime.serving.requests import Answer
@@ -28,21 +29,6 @@ _ALONE = 3
 
 
 @dataclass(frozen=True)
-class QueueOptions:
-    """The options of `flashmem queue`."""
-
-    bundles: tuple[Path, ...]
-    budget: str | None = None
-    trace: Path | None = None
-    iterations: int = 10
-    seed: int = 0
-    device: str = "auto"
-    host_budget: str | None = None
-    plot: Path | None = None
-    json: bool = False
-
-
-@dataclass(frozen=True)
 class TimedRequest:
     """A request for `model` (its index among the bundles) `at` seconds after the start, with inputs drawn from `seed`."""
 
@@ -51,7 +37,7 @@ class TimedRequest:
     seed: int
 
 
-def play_queue(options: QueueOptions) -> None:
+def play_queue(options: QueueCommand) -> None:
     """Run the requests and print their latencies and memory.
 
     Raises:
@@ -135,7 +121,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [name if names.count(name) == 1 else f"{name}#{number}" for number, name in enumerate(names)]
 
 
-def _alone(bundle: Bundle, options: QueueOptions, runs: int) -> float:
+def _alone(bundle: Bundle, options: QueueCommand, runs: int) -> float:
     """The average latency in seconds of a model that uses the whole budget."""
     with Runtime(options.budget, device=options.device, host_budget=options.host_budget) as runtime:
         model, seconds = runtime.open(bundle), []
@@ -148,7 +134,7 @@ def _alone(bundle: Bundle, options: QueueOptions, runs: int) -> float:
 
 
 def _play(
-    bundles: Sequence[Bundle], requests: Sequence[TimedRequest], options: QueueOptions
+    bundles: Sequence[Bundle], requests: Sequence[TimedRequest], options: QueueCommand
 ) -> tuple[list[Answer], list[tuple[float, int]], int]:
     with Runtime(options.budget, device=options.device, host_budget=options.host_budget) as runtime:
         models = [runtime.open(bundle) for bundle in bundles]
@@ -169,7 +155,7 @@ def _report(
     requests: Sequence[TimedRequest],
     answers: Sequence[Answer],
     alone: Sequence[float],
-    options: QueueOptions,
+    options: QueueCommand,
     peak: int,
 ) -> dict[str, Any]:
     begun = answers[0].submitted
@@ -187,7 +173,7 @@ def _report(
         }
         progress.append(normalised_progress(alone[number], mean(latencies)))
     return {
-        "budget_bytes": None if options.budget in (None, "auto") else parse_size(str(options.budget), what="budget"),
+        "budget_bytes": options.budget if isinstance(options.budget, int) else None,
         "peak_bytes": peak,
         "seconds": max(answer.finished for answer in answers) - begun,
         "models": models,

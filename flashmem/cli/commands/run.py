@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
@@ -20,48 +20,21 @@ from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import list_text, port_shapes, which_fits
-from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle, within_process
-from flashmem.cli.commands.file_inputs import FileInputs, MadeInputs, made_inputs
+from flashmem.cli.calls.models import RunCommand
+from flashmem.cli.commands.compiling import open_bundle, within_process
+from flashmem.cli.commands.file_inputs import MadeInputs, made_inputs
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.trace import write_trace
 from flashmem.cli.output.console import emit_json, print_facts, waiting
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import HostMemoryUse, RunReport, process_rss
 from flashmem.runtime.opencl.discovery import use_one_device
-from flashmem.runtime.request.options import device_here, find_descriptor, read_host_budget
+from flashmem.runtime.request.options import device_here, find_descriptor
 from flashmem.runtime.session import Session, Strategy
 
 if TYPE_CHECKING:
     from flashmem.tools.inputs.classes import Classes
     from flashmem.tools.verify import Verification
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """The options of `flashmem run` for a bundle."""
-
-    input: Path | None = None
-    output: Path | None = None
-    repeat: int = 1
-    verify: bool = False
-    reference: Path | None = None
-    json: bool = False
-    strategy: str | None = None
-    seed: int = 0
-    trace: Path | None = None
-    learn: bool = False
-    check_weights: bool = False
-    check_kernels: bool = False
-    build: bool = True
-    timeline: Path | None = None
-    host_budget: str | None = None
-    process_memory: str | None = None
-    files: FileInputs = field(default_factory=FileInputs)
-
-    @property
-    def traced(self) -> bool:
-        """Whether the session records when each launch ran."""
-        return self.trace is not None or self.timeline is not None or self.learn
 
 
 @dataclass(frozen=True)
@@ -82,8 +55,8 @@ class Outcome:
     process_limit: int | None = None
 
 
-def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> None:
-    """Run `model`, a bundle or an ONNX file, and print the report.
+def run_model(options: RunCommand) -> None:
+    """Run the model, a bundle or an ONNX file, and print the report.
 
     Raises:
         UserError: a file or an option is invalid.
@@ -106,28 +79,24 @@ def run_model(model: Path, compiling: CompileOptions, options: RunOptions) -> No
         raise UserError("--learn measures reads, which --host-budget saves; leave --host-budget out")
     if options.input is not None:
         check_input_file(options.input)
-    read_host_budget(options.host_budget)
     if options.reference is not None and not options.reference.is_file():
         raise MissingFileError(f"--model {options.reference}: no such file")
-    with made_inputs(model, options.files, compiling) as (made, shaped):
-        _run_with(model, shaped, options, made)
+    with made_inputs(options) as (made, shaped):
+        _run_with(shaped, made)
 
 
-def _run_with(model: Path, compiling: CompileOptions, options: RunOptions, made: MadeInputs | None) -> None:
+def _run_with(options: RunCommand, made: MadeInputs | None) -> None:
     """Open the bundle, run it on inputs from files, and report."""
+    model = options.model
     files = [path for path in (options.input, None if made is None else made.arrays) if path is not None]
-    if not is_bundle(model) and options.strategy != "preload":
-        compiling = replace(compiling, strategy=options.strategy)  # the session checks it for a bundle
-        if options.host_budget != "auto":
-            compiling = replace(compiling, host_budget=options.host_budget)
     use_one_device()
-    compiling, process = within_process(compiling, options.process_memory, options.host_budget, compiles=not is_bundle(model))
+    options, process = within_process(options, compiles=not is_bundle(model))
     if not is_bundle(model):
         with suppress(NoDeviceError):  # its driver is no part of the bundle
-            device_here(compiling.device or "auto")
+            device_here(options.device)
     before = process_rss() or 0
-    bundle = open_bundle(model, compiling, still_open=RUN_TIME, build=options.build, process=process)
-    if files and not (is_bundle(model) and compiling.shape):
+    bundle = open_bundle(model, options, build=options.build, process=process)
+    if files and not (is_bundle(model) and any(options.shapes)):
         bundle = _fitting(bundle, files)
     if made is not None:
         made.check(bundle.program.outputs)
@@ -138,15 +107,14 @@ def _run_with(model: Path, compiling: CompileOptions, options: RunOptions, made:
 
     inputs = HandedOver(make_inputs)
     opened = (process_rss() or 0) - before
-    # A model compiled now has its budget in the bundle; for an existing bundle the session gets the budget.
-    outcome = _run(bundle, inputs, options, compiling, budget=compiling.budget if is_bundle(model) else None, opened=opened)
+    outcome = _run(bundle, inputs, options, opened=opened)
     names = [port.name for port in bundle.program.outputs]
     if options.output is not None:
         write_outputs(options.output, names, outcome.outputs)
     if options.trace is not None:
         write_trace(options.trace, outcome.reports[0])
     if options.timeline is not None:
-        _draw_timeline(options.timeline, outcome, compiling.device)
+        _draw_timeline(options.timeline, outcome, options.device)
     if options.learn:
         _learn(outcome)
     verification = None
@@ -210,31 +178,14 @@ class HandedOver(Mapping[str, NDArray[Any]]):
         return len(self._names)
 
 
-def _run(
-    bundle: Bundle,
-    inputs: HandedOver,
-    options: RunOptions,
-    compiling: CompileOptions,
-    *,
-    budget: str | None,
-    opened: int,
-) -> Outcome:
+def _run(bundle: Bundle, inputs: HandedOver, options: RunCommand, *, opened: int) -> Outcome:
+    asked = {**options.of_session, "trace": options.traced, "prepare": options.repeat > 1}
+    if not is_bundle(options.model):
+        asked.pop("budget", None)  # a model compiled now has it in the bundle
     reports = []
     with (
         waiting("preparing kernels and running", quiet=options.json),
-        Session(
-            bundle,
-            device=compiling.device or "auto",
-            mode=compiling.mode or "auto",  # the session refuses unknown modes
-            strategy=cast(Strategy, options.strategy or "auto"),
-            budget=budget,
-            host_budget=options.host_budget,
-            process_memory=options.process_memory,
-            trace=options.traced,
-            verify_weights=options.check_weights,
-            check_kernels=options.check_kernels,
-            prepare=options.repeat > 1,
-        ) as session,
+        Session(bundle, **asked) as session,
     ):
         for _ in range(options.repeat):
             outputs: list[NDArray[Any]] = []  # drops the previous outputs before the next run
@@ -251,7 +202,7 @@ def _run(
         return Outcome(bundle, device, session.mode, session.strategy, outputs, reports, bare, limit)
 
 
-def _draw_timeline(path: Path, outcome: Outcome, device: str | None) -> None:
+def _draw_timeline(path: Path, outcome: Outcome, device: str) -> None:
     """Write the page of the runs, each beside its prediction for `device` with the file in the page cache."""
     from flashmem.cli.commands.timeline import write_runs
     from flashmem.tools.plots.figure import model_name
@@ -259,7 +210,7 @@ def _draw_timeline(path: Path, outcome: Outcome, device: str | None) -> None:
     from flashmem.tools.simulation.simulator import simulate
 
     bundle, mode, strategy = outcome.bundle, outcome.transfer_mode, cast(Strategy, outcome.strategy)
-    descriptor = find_descriptor(device or "auto", own=bundle.descriptor)
+    descriptor = find_descriptor(device, own=bundle.descriptor)
     memory = outcome.reports[0].memory
     host = None if memory.host is None else memory.host.budget_bytes
     scenario = describe(bundle.program, bundle.plan, descriptor, mode, strategy=strategy, host_budget=host)
@@ -282,7 +233,7 @@ def _learn(outcome: Outcome) -> None:
     say(f"planned again from what was measured: {moved} of {len(after.weights)} slices are loaded at another layer")
 
 
-def report_json(outcome: Outcome, options: RunOptions, verification: Verification | None) -> dict[str, Any]:
+def report_json(outcome: Outcome, options: RunCommand, verification: Verification | None) -> dict[str, Any]:
     """The JSON object of the report. `latency_ms` is for the first run, `warm` the median over the others."""
     first, *later = outcome.reports
     memory = first.memory
@@ -322,7 +273,7 @@ def _warm(later: Sequence[RunReport]) -> float:
     return median(report.latency.exec for report in later)
 
 
-def _print(outcome: Outcome, options: RunOptions, verification: Verification | None) -> None:
+def _print(outcome: Outcome, options: RunCommand, verification: Verification | None) -> None:
     first, *later = outcome.reports
     plan, memory, latency = outcome.bundle.plan, first.memory, first.latency
     peak = max(report.memory.peak_bytes for report in outcome.reports)
@@ -357,7 +308,7 @@ def _print(outcome: Outcome, options: RunOptions, verification: Verification | N
         say(f"the process held {format_size(held_most)}, more than --process-memory {format_size(outcome.process_limit)}")
 
 
-def _print_made(bundle: Bundle, made: MadeInputs, options: RunOptions, classes: Classes | None) -> None:
+def _print_made(bundle: Bundle, made: MadeInputs, options: RunCommand, classes: Classes | None) -> None:
     """Say how files became inputs, which inputs are random, and the likeliest classes."""
     given = set() if options.input is None else set(stored_arrays(options.input))
     random = [port.name for port in bundle.program.inputs if port.name in made.others and port.name not in given]

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from flashmem.base.extras import need
 from flashmem.base.streams import say
-from flashmem.cli.commands.compiling import CompileOptions
+from flashmem.cli.calls.models import ServeCommand
 from flashmem.cli.commands.generate import open_language_model
 from flashmem.runtime.generation.batch import BatchGenerator
 from flashmem.runtime.generation.generator import Generator
 from flashmem.runtime.generation.language_session import language_of, rows_in
 
 
-def serve_model(
-    model: Path,
-    compiling: CompileOptions,
-    host: str,
-    port: int,
-    name: str | None,
-    host_budget: str | None = None,
-    process_memory: str | None = None,
-) -> None:
+def serve_model(call: ServeCommand) -> None:
     """Serve a bundle or a GGUF file until the process is interrupted.
 
     Raises:
@@ -30,13 +20,13 @@ def serve_model(
     need("flashmem serve", "starlette", "uvicorn")
     from flashmem.tools.server.app import listening, serve  # first: its memory counts in what the process holds
 
-    with listening(host, port) as at:
-        bundle, options = open_language_model(model, compiling, host_budget, process_memory)
+    with listening(call.host, call.port) as at:
+        bundle, options = open_language_model(call.model, call)
         language_of(bundle)
         generator = Generator(bundle, **options) if rows_in(bundle) == 1 else BatchGenerator(bundle, **options)
         with generator:
             address, number = at.getsockname()[:2]
             shown = f"[{address}]" if ":" in address else address
-            served = name or model.stem
+            served = call.name or call.model.stem
             say(f"{served} is served at http://{shown}:{number}/v1")
             serve(generator, served, at)

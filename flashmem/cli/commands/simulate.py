@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, cast
+from typing import Any, Self
 
 from flashmem.base.errors import UserError
 from flashmem.base.files import check_target
@@ -13,7 +13,8 @@ from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle
 from flashmem.bundle.shape_variants import port_shapes
-from flashmem.cli.commands.compiling import RUN_TIME, CompileOptions, open_bundle
+from flashmem.cli.calls.models import SimulateCommand
+from flashmem.cli.commands.compiling import open_bundle
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import ZooPlan, plan_architecture
 from flashmem.cli.commands.timeline import write_prediction
@@ -26,28 +27,16 @@ from flashmem.runtime.request.options import (
     choose_mode,
     choose_strategy,
     find_descriptor,
-    read_host_budget,
 )
 from flashmem.schedule.host_tier import reloaded, tier_bytes
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.schedule.residency import Strategy, preloaded, session_bytes
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.tools.plots.figure import model_name, require_matplotlib
-from flashmem.tools.simulation.scenario import Disk, describe, layout_for
+from flashmem.tools.simulation.scenario import describe, layout_for
 from flashmem.tools.simulation.simulator import Prediction, simulate
 from flashmem.tools.timeline.page import check_page
 from flashmem.tools.zoo.names import architecture
-
-
-@dataclass(frozen=True)
-class SimulateOptions:
-    """The options of `flashmem simulate` for a bundle."""
-
-    disk: Disk = "cached"
-    strategy: Strategy | Literal["auto"] = "auto"
-    json: bool = False
-    timeline: Path | None = None
-    host_budget: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +71,7 @@ class _Simulated:
     prediction: Prediction
 
 
-def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOptions) -> None:
+def simulate_model(options: SimulateCommand) -> None:
     """Simulate `model`, a bundle, an ONNX file or `zoo:NAME`, on a descriptor, and print the prediction.
 
     Raises:
@@ -90,12 +79,11 @@ def simulate_model(model: Path, compiling: CompileOptions, options: SimulateOpti
     """
     if options.timeline is not None:
         _check_timeline(options.timeline)
-    read_host_budget(options.host_budget)
-    subject = _subject(model, compiling, options)
+    subject = _subject(options)
     strategy = choose_strategy(subject.plan, options.strategy)
     # A plan made now already has the budget; an existing bundle is simulated with this one.
-    budget = compiling.budget if is_bundle(model) else None
-    simulated = _simulate(subject, compiling.mode or "auto", budget, strategy, options)
+    budget = options.budget if is_bundle(options.model) else None
+    simulated = _simulate(subject, options.mode, budget, strategy, options)
     if options.timeline is not None:
         _draw(options.timeline, simulated.prediction, _title(simulated, options))
     if options.json:
@@ -124,19 +112,17 @@ def _draw(path: Path, prediction: Prediction, title: str) -> None:
         write_prediction(path, title, prediction)
 
 
-def _subject(model: Path, compiling: CompileOptions, options: SimulateOptions) -> _Subject:
+def _subject(options: SimulateCommand) -> _Subject:
     """The subject of the simulation: a bundle on any device, or a new plan for the requested device and strategy."""
+    model = options.model
     if is_bundle(model):
-        return _Subject.of_bundle(open_bundle(model, compiling, still_open=RUN_TIME), compiling.device)
-    if options.strategy not in ("auto", "preload"):
-        compiling = replace(compiling, strategy=options.strategy)
-    name = architecture(model)
-    if name is not None:
-        return _Subject.of_zoo(plan_architecture(name, compiling))
-    return _Subject.of_bundle(open_bundle(model, compiling))
+        return _Subject.of_bundle(open_bundle(model, options), options.device)
+    if (name := architecture(model)) is not None:
+        return _Subject.of_zoo(plan_architecture(name, options.of_bundle))
+    return _Subject.of_bundle(open_bundle(model, options))
 
 
-def _simulate(subject: _Subject, mode: str, budget: str | None, strategy: Strategy, options: SimulateOptions) -> _Simulated:
+def _simulate(subject: _Subject, mode: str, budget: int | None, strategy: Strategy, options: SimulateCommand) -> _Simulated:
     program, plan, descriptor = subject.program, subject.plan, subject.descriptor
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy, shares_memory=descriptor.shares_memory)
@@ -153,7 +139,7 @@ def _simulate(subject: _Subject, mode: str, budget: str | None, strategy: Strate
     return _Simulated(subject, chosen, strategy, simulate(scenario, limit))
 
 
-def prediction_json(simulated: _Simulated, options: SimulateOptions) -> dict[str, Any]:
+def prediction_json(simulated: _Simulated, options: SimulateCommand) -> dict[str, Any]:
     """The JSON object of the prediction, with the keys of `flashmem run` that a prediction has."""
     prediction, program = simulated.prediction, simulated.subject.program
     latency, memory = prediction.report.latency, prediction.report.memory
@@ -182,12 +168,12 @@ def prediction_json(simulated: _Simulated, options: SimulateOptions) -> dict[str
     }
 
 
-def _title(simulated: _Simulated, options: SimulateOptions) -> str:
+def _title(simulated: _Simulated, options: SimulateCommand) -> str:
     subject = simulated.subject
     return f"{subject.title} on {subject.descriptor.name}, {simulated.strategy}, mode {simulated.mode}, file {options.disk}"
 
 
-def _print(simulated: _Simulated, options: SimulateOptions) -> None:
+def _print(simulated: _Simulated, options: SimulateCommand) -> None:
     prediction, descriptor = simulated.prediction, simulated.subject.descriptor
     latency, memory = prediction.report.latency, prediction.report.memory
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
@@ -208,8 +194,3 @@ def _print(simulated: _Simulated, options: SimulateOptions) -> None:
             ),
         }
     )
-
-
-def options_of(disk: str, strategy: str | None, json: bool, timeline: Path | None, host_budget: str | None) -> SimulateOptions:
-    """The options from the text of the command line, which has been checked there."""
-    return SimulateOptions(cast(Disk, disk), cast(Strategy | Literal["auto"], strategy or "auto"), json, timeline, host_budget)

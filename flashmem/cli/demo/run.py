@@ -21,11 +21,12 @@ from flashmem.base.extras import need
 from flashmem.base.files import written_whole
 from flashmem.base.paths import cache_folder, folder_until_exit, make_private, why_unusable
 from flashmem.base.streams import say
-from flashmem.base.units import format_size, parse_size
-from flashmem.cli.commands.compiling import CompileOptions, compile_apart
+from flashmem.base.units import format_size
+from flashmem.cli.commands.compiling import compile_apart
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.demo import ocr
 from flashmem.cli.output.console import out, print_table, waiting
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ PAGE = (
 """The text of the page, line by line, each with its size in pixels."""
 
 _INPUT = "x"  # of both networks
+_BUDGET = "50MB"
 _PAPER, _INK, _MARGIN = (250, 247, 240), (30, 30, 40), 40
 
 
@@ -93,7 +95,7 @@ def open_image(path: Path) -> Image:
         raise UserError(f"{path} is not an image that can be read ({error}); give a PNG or JPEG file") from error
 
 
-def run_demo(image: Path | None, *, budget: str, device: str) -> None:
+def run_demo(image: Path | None, *, budget: int | None, device: str) -> None:
     """Read `image`, or a generated page, and print the text, the time and the memory.
 
     Raises:
@@ -102,10 +104,9 @@ def run_demo(image: Path | None, *, budget: str, device: str) -> None:
     """
     need("the demo", "rapidocr", "PIL", "cv2")
     models = ocr.find_models()
-    parse_size(budget, what="--budget")
     page = open_image(image) if image else _drawn_and_kept()
     bundles = [
-        compile_apart(model, CompileOptions(device=device, budget=budget, shape=(f"{_INPUT}={'x'.join(map(str, shape))}",)))
+        compile_apart(model, BundleRequest(device=device, budget=budget or _BUDGET, shapes={_INPUT: shape}))
         for model, shape in ((models.detector, ocr.DETECTOR_SHAPE), (models.recogniser, ocr.LINE_SHAPE))
     ]
     alphabet = ocr.read_alphabet(models.recogniser)

@@ -20,9 +20,9 @@ from flashmem.compiler.adaptive.pipeline import Attempt, Pipeline
 from flashmem.compiler.weights.slicing import DEFAULT, LEAST_BYTES, STEP, Slicing, finer
 from flashmem.planning.latency.later_runs import OWN_WORTH, by_later_runs
 from flashmem.planning.latency.tiers import least_expected_seconds
-from flashmem.planning.limits import Limits
 from flashmem.planning.objectives.registry import objective_of
 from flashmem.program.program import Program, fixed_bytes
+from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.objectives import KINDS
 

@@ -91,7 +91,7 @@ class Pipeline:
     def instance(self, program: Program) -> Instance:
         """The planning instance of `program`."""
         with self.watch("plan_and_check"):
-            return planning_instance(program, self.options.descriptor, self.options.mode, self.options.limits)
+            return planning_instance(program, self.options.descriptor, self.options.mode, self.options.request)
 
     def plan(self, instance: Instance, program: Program) -> OverlapPlan:
         """The checked plan of `instance`, without the steps that only the chosen plan needs (`planning.planner.completed`).
@@ -100,7 +100,7 @@ class Pipeline:
             BudgetError: no plan fits the limits.
         """
         with self.watch("plan_and_check"):
-            return plan_instance(instance, program, self.options.mode, self.options.limits, complete=False)
+            return plan_instance(instance, program, self.options.mode, self.options.request, complete=False)
 
     def completed(self, tried: Attempt) -> OverlapPlan:
         """The checked plan of an attempt with all its steps.
@@ -108,17 +108,17 @@ class Pipeline:
         Raises:
             BudgetError: no plan fits the limits.
         """
-        if objective_of(self.options.limits.resolved_objective).completes_at_once:
+        if objective_of(self.options.request.resolved_objective).completes_at_once:
             return tried.plan
         with self.watch("plan_and_check"):
             program, options = tried.generated.program, self.options
-            return completed(tried.instance, tried.plan, program, options.mode, options.limits, soonest=self.soonest)
+            return completed(tried.instance, tried.plan, program, options.mode, options.request, soonest=self.soonest)
 
     def _fused(self, cuts: Cuts) -> tuple[Sequence[FusionGroup], LaunchOrder | None]:
         groups = fuse(self.graph, cuts)
         if not self.lowest_order:
             return groups, None
-        return in_lowest_order(self.graph, groups, half=self.options.precision == "fp16")
+        return in_lowest_order(self.graph, groups, half=self.options.request.precision == "fp16")
 
     def _lowered(self, groups: Sequence[FusionGroup], order: LaunchOrder | None) -> Generated:
         made = self._generated(groups, self.selector)
@@ -134,8 +134,8 @@ class Pipeline:
 
     def _for_instruction_set(self, groups: Sequence[FusionGroup], packed: SlicesOfWeights, name: str) -> Generated:
         """The program of a CPU with instruction set `name` over the same packed weights."""
-        descriptor, limited = self.options.descriptor.for_instruction_set(name), self.options.limits.budget is not None
-        selector = KernelSelector(descriptor, self.options.optimize, limited=limited)
+        descriptor, limited = self.options.descriptor.for_instruction_set(name), self.options.request.budget is not None
+        selector = KernelSelector(descriptor, self.options.request.optimize, limited=limited)
         other = replace(self, options=replace(self.options, descriptor=descriptor), selector=selector)
         before = PackedBefore(packed, joined=False, kept=True)
         made = other._generated(groups, selector, before)
@@ -146,8 +146,9 @@ class Pipeline:
     def _generated(
         self, groups: Sequence[FusionGroup], selector: KernelSelector, packed: PackedBefore | None = None
     ) -> Generated:
-        slicing = replace(self.slicing, later=self.options.optimize == "steady")
+        descriptor, request = self.options.descriptor, self.options.request
+        slicing = replace(self.slicing, later=request.optimize == "steady")
         return generate(
-            self.graph, groups, self.options.descriptor, precision=self.options.precision, slicing=slicing, selector=selector,
+            self.graph, groups, descriptor, precision=request.precision, slicing=slicing, selector=selector,
             earlier=self.earlier, before=packed, least=self.least,
         )  # fmt: skip

@@ -58,7 +58,7 @@ def plan_graph(
     try:
         return _plan(graph, options, watch, final, lowest_order=lowest_order, earlier=earlier, least=least)
     except BudgetError as refused:
-        if options.limits.budget is None or not patches:
+        if options.request.budget is None or not patches:
             raise
 
         def sliced(tiled: Graph, slicing: Slicing) -> tuple[Generated, OverlapPlan]:
@@ -84,12 +84,12 @@ def _plan(
 
     `slicing`: use this, and split no fusion group. `lowest_order`, `earlier`, `least`: see `plan_graph`.
     """
-    limits, mode = options.limits, options.mode
+    limits, mode = options.request, options.mode
     limited = limits.budget is not None or limits.m_peak is not None
     pipeline = Pipeline(
         graph,
         options,
-        KernelSelector(options.descriptor, options.optimize, limited=limited),
+        KernelSelector(options.descriptor, options.request.optimize, limited=limited),
         watch=watch,
         final=_ignore if limited or may_refine(limits, mode) else final,  # else another program may be planned
         lowest_order=lowest_order,
@@ -118,7 +118,7 @@ def refusal(
 
     Memory limits in `options` are ignored.
     """
-    asked = replace(options, limits=replace(options.limits, budget=1, m_peak=None))
+    asked = options.changed(budget=1, m_peak=None)
     try:
         plan_graph(graph, asked, lowest_order=lowest_order, patches=patches, least=least)
     except BudgetError as refused:
@@ -128,7 +128,7 @@ def refusal(
 
 def plan_program(program: Program, options: Options) -> OverlapPlan:
     """The overlap plan of an unchanged program, with the layouts of every transfer mode of its memory path."""
-    plan = make_plan(program, options.descriptor, options.mode, options.limits)
+    plan = make_plan(program, options.descriptor, options.mode, options.request)
     return with_layouts(program, plan, options.descriptor.modes[program.memory_path])
 
 

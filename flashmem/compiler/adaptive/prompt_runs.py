@@ -50,8 +50,8 @@ class RunCost:
 
 def cost_of(graph: Graph, options: Options) -> RunCost:
     """Predict a run of `graph`, as compiled without a plan."""
-    limits = options.limits
-    selector = KernelSelector(options.descriptor, options.optimize, limited=limits.budget is not None)
+    limits = options.request
+    selector = KernelSelector(options.descriptor, options.request.optimize, limited=limits.budget is not None)
     program = Pipeline(graph, options, selector).generate(frozenset()).program
     instance = planning_instance(program, options.descriptor, options.mode, limits)
     compute = sum(layer.seconds for layer in instance.layers)

@@ -83,7 +83,7 @@ def _reserved(graphs: Sequence[Graph], variants: Sequence[Options]) -> Reserved:
     earlier, arenas, constants = NOTHING_STORED, list[int](), list[int]()
     for index in _largest_first(graphs):
         options = variants[index]
-        selector = KernelSelector(options.descriptor, options.optimize, limited=options.limits.budget is not None)
+        selector = KernelSelector(options.descriptor, options.request.optimize, limited=options.request.budget is not None)
         made = Pipeline(graphs[index], options, selector, earlier=earlier).generate(frozenset())
         arenas.append(made.program.arena_bytes)
         constants.append(made.constants.nbytes)
@@ -146,7 +146,7 @@ def _keeping_the_same(made: Mapping[int, CompiledVariant], options: Options) -> 
     descriptor, mode = options.descriptor, options.mode
     programs = [(each.generated.program, each.plan) for each in made.values()]
     found = {}
-    for (index, each), plan in zip(made.items(), planned_together(programs, descriptor, mode, options.limits), strict=True):
+    for (index, each), plan in zip(made.items(), planned_together(programs, descriptor, mode, options.request), strict=True):
         program = each.generated.program
         if plan is not each.plan:
             plan = with_layouts(program, plan, descriptor.modes[program.memory_path])

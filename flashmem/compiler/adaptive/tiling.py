@@ -96,10 +96,10 @@ def fitting_patches(
     Raises:
         BudgetError: no plan fits; the error names the smallest budget with patches, and the one without.
     """
-    budget = options.limits.budget
+    budget = options.request.budget
     assert budget is not None
     with watch("patches"):
-        patches = Patches(graph, options.descriptor, options.precision)
+        patches = Patches(graph, options.descriptor, options.request.precision)
         least = patches.choose(0)
     wanted = patches.alive - (refused.smallest_bytes - budget)
     smallest = refused

@@ -18,10 +18,10 @@ from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.planning.limits import Limits
 from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
+from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import OverlapPlan

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx.inliner
@@ -31,27 +32,41 @@ _COMMON = 1 << 16  # bytes of a constant whose copies are found: masks and posit
 # For data computed at run time these have no static size, and their definitions are endless loops.
 _UNSIZED = {"Range"}
 
+
+class AtOperator:
+    """A rewrite rule that is tried only at nodes of the operator with which its pattern ends, because trying takes long."""
+
+    def __init__(self, rule: Any) -> None:
+        self._rule, self._operator = rule, rule._target_pattern.output_node.op_type
+
+    def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
+        """What the rule makes of `node`, or None."""
+        return self._rule.try_rewrite(model, graph, node, **options) if node.op_type == self._operator else None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+
 # Rules that move no weight. Fusing normalisation or padding into a convolution would copy its weights; that happens when they
 # are packed. No rule changes a value, including NaN.
-_REWRITES = rewriter.RewriteRuleSet(
-    [
-        rules.no_op_cast_rule,
-        rules.no_op_expand_rule,
-        rules.no_op_transpose_rule,
-        rules.transpose_transpose_rule,
-        rules.reshape_reshape_rule,
-        rules.unsqueeze_unsqueeze_rule,
-        rules.squeeze_reshape_1d_rule,
-        rules.collapse_slice_rule,
-        rules.collapse_slice2_rule,
-        rules.dropout_inference_rule,
-        rules.dropout_zero_rule,
-        rules.no_op_static_scatter_nd_rule,
-        rules.one_reshape_matmul_reshape_rule,
-        rules.two_reshapes_matmul_reshape_rule,
-        ReshapedGemm.rule(),  # type: ignore[no-untyped-call]
-    ]
-)
+_RULES = [
+    rules.no_op_cast_rule,
+    rules.no_op_expand_rule,
+    rules.no_op_transpose_rule,
+    rules.transpose_transpose_rule,
+    rules.reshape_reshape_rule,
+    rules.unsqueeze_unsqueeze_rule,
+    rules.squeeze_reshape_1d_rule,
+    rules.collapse_slice_rule,
+    rules.collapse_slice2_rule,
+    rules.dropout_inference_rule,
+    rules.dropout_zero_rule,
+    rules.no_op_static_scatter_nd_rule,
+    rules.one_reshape_matmul_reshape_rule,
+    rules.two_reshapes_matmul_reshape_rule,
+    ReshapedGemm.rule(),  # type: ignore[no-untyped-call]
+]
+_REWRITES = rewriter.RewriteRuleSet([AtOperator(rule) for rule in _RULES])  # type: ignore[misc]
 
 
 def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Model:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,8 @@ _NARROW = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _EXACT = _COPIES | {"Abs", "Equal", "Gather", "Greater", "Less", "Neg", "Not", "Shape", "Size", "Slice", "Split", "Where"}
 
 _GRAPHS = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+_PLAIN = tuple(ir.AttributeType[name] for name in ("INT", "FLOAT", "STRING", "INTS", "FLOATS", "STRINGS"))
+"""Types of attributes that can be compared."""
 
 
 class FoldPass(FoldConstantsPass):
@@ -307,8 +309,45 @@ def describe(node: ir.Node) -> str:
     return f"{printable(node.op_type)} node {(node.name or '')!r}"
 
 
+_FOUND: dict[Hashable, dict[int, onnx.TypeProto]] = {}
+"""Inferred types of outputs, by their index, of what `_question` describes: a network repeats its layers, in each variant."""
+
+_MOST_FOUND = 4096
+
+
 def _inferred(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.TypeProto]:
     """The types of the outputs of `node`, by name."""
+    question = _question(node, opset_imports)
+    if question is None:
+        return _infer_anew(node, opset_imports)
+    if question not in _FOUND:
+        if len(_FOUND) >= _MOST_FOUND:
+            _FOUND.clear()
+        types = _infer_anew(node, opset_imports)
+        _FOUND[question] = {at: types[value.name] for at, value in enumerate(node.outputs) if value.name in types}
+    return {str(node.outputs[at].name): kind for at, kind in _FOUND[question].items()}
+
+
+def _question(node: ir.Node, opset_imports: Mapping[str, int]) -> Hashable | None:
+    """All on which the types of a node's outputs depend; None if an attribute is neither a number nor a text."""
+    attributes = []
+    for name, attribute in sorted(node.attributes.items()):
+        if attribute.type not in _PLAIN:
+            return None
+        value = attribute.value
+        attributes.append((name, attribute.type, tuple(value) if isinstance(value, list | tuple) else value))
+    inputs: list[Hashable] = []
+    for value in node.inputs:
+        known = None if value is None or not _is_known(value) else value.const_value
+        data = None if known is None else (known.dtype, tuple(known.shape.numpy()), known.numpy().tobytes())
+        shape = None if value is None or value.shape is None else tuple(map(str, value.shape))
+        inputs.append(None if value is None else (repr(value.type), shape, data))
+    outputs = tuple(bool(value.name) for value in node.outputs)
+    versions = tuple(sorted(opset_imports.items()))
+    return node.domain, node.op_type, versions, tuple(attributes), tuple(inputs), outputs
+
+
+def _infer_anew(node: ir.Node, opset_imports: dict[str, int]) -> dict[str, onnx.TypeProto]:
     schema = _schema(node, opset_imports[node.domain])
     proto = ir.serde.serialize_node(node)
     if node.op_type == "DequantizeLinear":  # minima, which contrib operators add, are beyond ONNX's schema
@@ -364,10 +403,15 @@ def _type_proto(value: ir.Value) -> onnx.TypeProto:
 def _known_data(value: ir.Value) -> onnx.TensorProto | None:
     """The data of a small constant, which may determine a shape."""
     tensor = value.const_value
+    return ir.serde.serialize_tensor(tensor) if tensor is not None and _is_known(value) else None
+
+
+def _is_known(value: ir.Value) -> bool:
+    """Whether `value` is a small constant."""
+    tensor = value.const_value
     if tensor is None or tensor.dtype == ir.DataType.STRING:
-        return None
-    limit = _KNOWN_INTEGERS if tensor.dtype.is_integer() else _KNOWN_OTHERS
-    return ir.serde.serialize_tensor(tensor) if tensor.size <= limit else None
+        return False
+    return tensor.size <= (_KNOWN_INTEGERS if tensor.dtype.is_integer() else _KNOWN_OTHERS)
 
 
 def _refine(value: ir.Value, inferred: onnx.TypeProto, node: ir.Node) -> None:

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, get_args
 
 import numpy as np
@@ -30,6 +29,7 @@ from onnx import helper, numpy_helper
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import Quantize
+from flashmem.bundle.working_folder import working_folder
 from flashmem.compiler.frontend.contrib import OWN
 from flashmem.compiler.frontend.contrib.packed import packed_codes
 from flashmem.compiler.frontend.external_data import place_data, resolve_external_data
@@ -84,10 +84,11 @@ class Codes:
 
 
 @contextmanager
-def quantised(path: Path, wanted: Quantize, *, as_floats: bool = False) -> Iterator[QuantisedModel]:
+def quantised(path: Path, wanted: Quantize, *, as_floats: bool = False, beside: Path | None = None) -> Iterator[QuantisedModel]:
     """The model at `path` with quantised weights, as long as the body runs.
 
-    `as_floats`: write the floats that the codes stand for, for other runtimes.
+    `as_floats`: write the floats that the codes stand for, for other runtimes. The model is in a folder beside the bundle
+    `beside`, or a temporary one.
 
     Raises:
         UserError: it has no weights to quantise, or is no ONNX model.
@@ -99,8 +100,8 @@ def quantised(path: Path, wanted: Quantize, *, as_floats: bool = False) -> Itera
     found = _Uses(proto.graph).weights()
     if not found:
         raise UserError(f"{path} has no float32 weights of {SMALLEST} elements or more that can be quantised")
-    with TemporaryDirectory(prefix="flashmem-quantised-") as folder:
-        target = Path(folder) / f"{path.stem}.onnx"
+    with working_folder(beside, "flashmem-quantised-") as folder:
+        target = folder / f"{path.stem}.onnx"
         with (target.parent / "weights").open("wb") as data:
             weights = _Writer(proto, data, 4 if wanted == "int4" else 8, as_floats).write(found)
         onnx.save(proto, target)

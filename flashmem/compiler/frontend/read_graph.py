@@ -31,7 +31,7 @@ def read_graph(model: Path, options: Options, rewrite: Rewrite = unchanged, exte
         UserError: the model cannot be read, or has something that cannot run.
     """
     graph = prepare(import_graph(model, options, rewrite, extend))
-    if options.state_precision == "int8" and not quantised_states(graph):
+    if options.request.resolved_state_precision == "int8" and not quantised_states(graph):
         raise UserError(
             f"no state of {model} is a cache of keys or values that attention alone reads, and others cannot be stored in "
             "int8; use --state-precision fp16"
@@ -47,6 +47,6 @@ def import_graph(model: Path, options: Options, rewrite: Rewrite = unchanged, ex
     Raises:
         UserError: the model cannot be read, or has something that cannot run.
     """
-    graph = import_model(model, options.shapes, why_unsupported, options.states, options.constants, rewrite)
+    graph = import_model(model, options.shapes, why_unsupported, options.request.states, options.request.constants, rewrite)
     collect_unsupported(graph, why_unsupported)
-    return replace(extend(graph), state_precision=options.state_precision)
+    return replace(extend(graph), state_precision=options.request.resolved_state_precision)

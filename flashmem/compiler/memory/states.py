@@ -11,7 +11,7 @@ Two ways, in this order of preference:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmem.base.types import StoredType
@@ -48,6 +48,7 @@ def graph_states(
     inputs, outputs = ({port.name: port for port in ports} for ports in (graph.inputs, graph.outputs))
     taken, starts = {aliases.base(value) for value in results}, {inputs[past].value for past, _ in graph.states}
     passed_on = {aliases.base(outputs[present].value) for _, present in graph.states} & starts
+    places = _Places.of(launched if graph.states else (), aliases)
     found: list[GraphState] = []
     first: list[FusionGroup] = []
     last: list[FusionGroup] = []
@@ -55,7 +56,7 @@ def graph_states(
         port, value = inputs[past], outputs[present].value
         base = aliases.base(value)
         apart = base not in taken and port.value not in passed_on
-        in_place = apart and _is_in_place(port.value, value, launched, aliases, storage)
+        in_place = apart and _is_in_place(port.value, value, places, aliases, storage)
         if in_place or base is port.value:
             found.append(GraphState(port, present, base))
         else:
@@ -72,23 +73,38 @@ def _copy(value: Value, name: str) -> FusionGroup:
     return FusionGroup(Node("Copy", name, [value], [Value(name, value.shape, value.dtype)]))
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Where groups, in the order `launched`, first make each value, and where they read from its memory, once for each read."""
+
+    launched: Sequence[FusionGroup]
+    made: Mapping[Value, int]
+    read: Mapping[Value, Sequence[int]]
+
+    @classmethod
+    def of(cls, launched: Sequence[FusionGroup], aliases: AliasAnalysis) -> _Places:
+        """The places of all values."""
+        made: dict[Value, int] = {}
+        read: dict[Value, list[int]] = {}
+        for at, group in enumerate(launched):
+            made.setdefault(group.output, at)
+            for value in group.read():
+                read.setdefault(aliases.base(value), []).append(at)
+        return cls(launched, made, read)
+
+
 def _is_in_place(
-    now: Value,
-    value: Value,
-    launched: Sequence[FusionGroup],
-    aliases: AliasAnalysis,
-    storage: Callable[[Value], StoredType],
+    now: Value, value: Value, places: _Places, aliases: AliasAnalysis, storage: Callable[[Value], StoredType]
 ) -> bool:
     """Whether the group that computes `value` can write its updates into `now`."""
     base = aliases.base(value)
-    at = next((at for at, group in enumerate(launched) if group.output is base), None)
+    at = places.made.get(base)
     if at is None or base.size != now.size or storage(base) != storage(now):
         return False
-    main = launched[at].main
+    main = places.launched[at].main
     if main.op not in _UPDATES or main.outputs[0] is not base or main.attributes["fill"] is not None:
         return False
     written = aliases.of(main.input(0))
     if written.base is not now or written.start or main.input(0).size != now.size:
         return False
-    reads = [[aliases.base(each) for each in group.read()].count(now) for group in launched[at:]]
-    return reads[0] == 1 and not any(reads[1:])
+    return [place for place in places.read.get(now, ()) if place >= at] == [at]

@@ -16,27 +16,29 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.interrupts import held_back
 from flashmem.base.threads import Thread, call_each, started
-from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import BATCH_TOKENS, CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL
+from flashmem.request.description import initialised_by
+from flashmem.request.opening import GeneratorCall, SessionRequest
 from flashmem.runtime.generation.candidates import Candidates, rows_of
 from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
 from flashmem.runtime.generation.language_session import language_of, rows_in
-from flashmem.runtime.generation.options import ModelOpening, OpeningOptions, TextOptions, TextRequest
+from flashmem.runtime.generation.options import TextOptions, TextRequest
 from flashmem.runtime.generation.prompts import Prompt, tokens_of
 from flashmem.runtime.generation.tokenizer import Tokenizer
+from flashmem.runtime.request.models import bundle_for
+from flashmem.runtime.session import Session
 
 Piece = str | Exception | None
 """A piece of a text, or what ended the request before its end, or None at the end."""
@@ -178,30 +180,26 @@ class BatchGenerator:
     arrival.
     """
 
-    def __init__(
-        self, bundle: Bundle | str | Path, *, draft: Bundle | str | Path | None = None, **options: Unpack[OpeningOptions]
-    ) -> None:
-        """Open a session.
+    @initialised_by(GeneratorCall)
+    def __init__(self, call: GeneratorCall) -> None:
+        """Open a session of a bundle that was compiled for a `batch`.
 
-        Args:
-            bundle: a bundle that was compiled for a `batch`; or the model and `batch=` among the options.
-            draft: None. A batch checks no drafts: a run for 8 tokens of each row computes 8 times as much, and rows together
-                use the processor already.
-            options: see `Generator`.
+        A batch checks no drafts: a run for 8 tokens of each row computes 8 times as much, and rows together use the processor
+        already.
 
         Raises:
             UserError: no bundle of a language model for a batch, or a draft; and the errors of `Session`.
             RunError: the device refuses.
         """
-        if draft is not None:
+        if call.draft is not None:
             raise UserError("a batch makes no drafts; leave the draft model out, or open a Generator for one request at a time")
-        opening = ModelOpening.resolved(**options)
-        made = opening.bundle(bundle)
+        opening = call.given_as(SessionRequest)
+        made = bundle_for(call.bundle, opening, build=True)
         self.language, count = language_of(made), rows_in(made)
         if count == 1:
             raise UserError(f"{made.path} answers one request at a time; compile the model with --batch 8, for instance")
         self.tokenizer = Tokenizer(self.language)
-        self._session = opening.session(made)
+        self._session = Session(made, **opening.of_session)
         self._lock = threading.Lock()  # held for all below, but not during runs
         self._waiting: deque[_Request] = deque()
         self._rows: list[_Request | None] = [None] * count
@@ -226,7 +224,8 @@ class BatchGenerator:
             UserError: as `Generator.generate`.
             RunError: the generator is closed, or the system has no more threads.
         """
-        wanted, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
+        wanted = TextRequest.resolved(self.language.sampling, **options)
+        tokens = self.tokens_of(prompt, wanted.template_arguments)
         request = _Request(tokens, GeneratedText(self.language, self.tokenizer, wanted), deliver)
         with held_back(), self._lock:
             if self._is_closed:
@@ -236,9 +235,9 @@ class BatchGenerator:
             self._waiting.append(request)
         return Generation(request)
 
-    def tokens_of(self, prompt: Prompt) -> list[int]:
+    def tokens_of(self, prompt: Prompt, template_arguments: Mapping[str, Any] | None = None) -> list[int]:
         """The tokens of a prompt, as `generate` reads them. Raises UserError."""
-        return tokens_of(prompt, self.language, self.tokenizer)
+        return tokens_of(prompt, self.language, self.tokenizer, template_arguments)
 
     def close(self) -> None:
         """End all requests after the run under way, and close the session."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
+from flashmem.bundle.language import WEIGHTS_KEY
 from flashmem.runtime.engine.inputs import write_npz
 from flashmem.runtime.session import Session
 
@@ -23,10 +24,11 @@ _ABOUT, _TOKENS = "about", "tokens"
 
 
 def model_key(bundle: Bundle) -> str:
-    """A key of the model in `bundle`: what its weights are, and the shapes and types of its states."""
+    """A key of the model in `bundle`: what its weights are, and the types and shapes of its states but for their length."""
     [first, *_] = bundle.variants
-    states = [(state.name, state.shape, state.dtype) for state in first.program.states]
-    return hashlib.sha256(repr((list(first.checksums.all()), states)).encode()).hexdigest()
+    states = [(state.name, (*state.shape[:2], *state.shape[3:]), state.dtype) for state in first.program.states]
+    weights = bundle.common.get(WEIGHTS_KEY) or list(first.checksums.all())
+    return hashlib.sha256(repr((weights, states)).encode()).hexdigest()
 
 
 def write_conversation(path: Path, model: str, tokens: Sequence[int], messages: Sequence[Message], session: Session) -> None:
@@ -59,13 +61,18 @@ def read_conversation(path: Path, model: str, length: int, session: Session) -> 
         with np.load(path, allow_pickle=False) as stored:
             about = json.loads(stored[_ABOUT].tobytes())
             if about["model"] != model:
-                raise UserError(f"{path} is a conversation with another model, or with a cache of another length")
+                raise UserError(f"{path} is a conversation with another model, or one whose cache has another --kv")
             tokens = [int(each) for each in stored[_TOKENS]]
             messages: list[Message] = [
                 {"role": str(each["role"]), "content": str(each["content"])} for each in about["messages"]
             ]
-            if len(tokens) > length or min(tokens, default=0) < 0:
-                raise ValueError(f"{len(tokens)} tokens")
+            if min(tokens, default=0) < 0:
+                raise ValueError("a token below 0")
+            if len(tokens) > length:
+                raise UserError(
+                    f"{path} is a conversation of {len(tokens)} tokens, and the cache holds {length}; compile the model with a "
+                    "larger --max-length"
+                )
             for state in session.bundle.program.states:
                 whole = np.zeros(state.shape, state.dtype)
                 whole[:, :, : len(tokens)] = stored[state.name]
@@ -75,5 +82,6 @@ def read_conversation(path: Path, model: str, length: int, session: Session) -> 
     except UserError:
         raise
     except Exception as error:  # numpy and zipfile raise any kind for damaged files
-        raise UserError(f"{path} is no saved conversation, or a part of one ({' '.join(str(error).split())})") from error
+        said = " ".join(str(error).split())
+        raise UserError(f"{path} is no saved conversation, or a part of one ({said}); remove it or name another") from error
     return tokens, messages

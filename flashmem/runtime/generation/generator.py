@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.base.units import parse_size
 from flashmem.bundle.bundle import Bundle
+from flashmem.request.description import initialised_by
+from flashmem.request.opening import GeneratorCall, SessionRequest
 from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
 from flashmem.runtime.generation.draft_model import DraftModel, check_same_tokens, needed_bytes
 from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
 from flashmem.runtime.generation.language_session import LanguageSession
-from flashmem.runtime.generation.options import OpeningOptions, TextOptions, TextRequest
+from flashmem.runtime.generation.options import TextOptions, TextRequest
 from flashmem.runtime.generation.prompts import Prompt, tokens_of
 from flashmem.runtime.generation.speculation import Drafter, Lookup, Payoff
 from flashmem.runtime.generation.steps import Steps
@@ -29,37 +30,27 @@ class Generator:
     The cache keeps what was read and generated. Of a prompt that begins in the same way, only the rest is read.
     """
 
-    def __init__(
-        self,
-        bundle: Bundle | str | Path,
-        *,
-        draft: Bundle | str | Path | None = None,
-        **options: Unpack[OpeningOptions],
-    ) -> None:
+    @initialised_by(GeneratorCall)
+    def __init__(self, call: GeneratorCall) -> None:
         """Open a session.
-
-        Args:
-            bundle: a bundle of a language model; or the model, which is compiled through the cache.
-            draft: a bundle of a small model with the same tokens, whose drafts the model checks. It stays in memory.
-            options: `device`, `budget`, `host_budget`, `process_memory` and `mode`: see `Session`. The budget counts `draft`
-                too, and a process memory is for one model. For a model also those of `flashmem.compile` (`max_length` for
-                instance).
 
         Raises:
             UserError: no bundle, or one of another model; other tokens; and the errors of `Session`.
             RunError: the device refuses.
         """
         self._draft, self._draft_bytes = None, 0
-        if draft is not None and options.get("process_memory") is not None:
+        if call.draft is not None and call.process_memory is not None:
             raise UserError("the process memory is for one model; give a budget for a model with a draft")
+        opening = call.given_as(SessionRequest)
         with ExitStack() as opened:
-            if draft is not None:
-                draft, device = draft if isinstance(draft, Bundle) else Bundle.open(draft), options.get("device", "auto")
-                self._draft_bytes = needed_bytes(draft, device)
-                self._draft = opened.enter_context(LanguageSession(draft, device=device, budget=self._draft_bytes))
-                if (budget := options.get("budget")) is not None:
-                    options["budget"] = max(0, parse_size(budget, what="budget") - self._draft_bytes)
-            self._model = opened.enter_context(LanguageSession(bundle, **options))
+            if call.draft is not None:
+                draft = call.draft if isinstance(call.draft, Bundle) else Bundle.open(call.draft)
+                self._draft_bytes = needed_bytes(draft, call.device)
+                small = SessionRequest(device=call.device, budget=self._draft_bytes)
+                self._draft = opened.enter_context(LanguageSession(draft, small))
+                if call.budget is not None:
+                    opening = opening.replace(budget=max(0, call.budget - self._draft_bytes))
+            self._model = opened.enter_context(LanguageSession(call.bundle, opening))
             if self._draft is not None:
                 check_same_tokens(self._model.language, self._draft.language)
             self._opened = opened.pop_all()
@@ -79,21 +70,24 @@ class Generator:
         Args:
             prompt: a text to continue; messages, of which the last is the user's; or tokens.
             speculate: check drafts of several tokens in one run where the text repeats itself and that saves time.
-            options: `max_new_tokens` (256 by default), `stop`, and `temperature`, `top_k`, `top_p`, `repetition_penalty` and
-                `seed` (`flashmem.runtime.generation.sampling.Sampling`). The default takes the likeliest token.
+            options: `max_new_tokens` (256 by default), `stop`, `template_arguments` (names for the chat template, such as
+                `enable_thinking`), and `temperature`, `top_k`, `top_p`, `repetition_penalty` and `seed`
+                (`flashmem.runtime.generation.sampling.Sampling`). The default is what the model recommends, or else takes the
+                likeliest token.
 
         Raises:
             UserError: a number out of range; a prompt without tokens, with unknown ones, or longer than the cache; messages
                 that the chat template does not take.
             RunError: a run fails, or gives no numbers. Or another text has begun since.
         """
-        request, tokens = TextRequest.resolved(**options), self.tokens_of(prompt)
+        request = TextRequest.resolved(self.language.sampling, **options)
+        tokens = self.tokens_of(prompt, request.template_arguments)
         made = GeneratedText(self.language, self.tokenizer, request)
         return self._generated(tokens, made, speculate)
 
-    def tokens_of(self, prompt: Prompt) -> list[int]:
+    def tokens_of(self, prompt: Prompt, template_arguments: Mapping[str, Any] | None = None) -> list[int]:
         """The tokens of a prompt, as `generate` reads them. Raises UserError."""
-        return tokens_of(prompt, self.language, self.tokenizer)
+        return tokens_of(prompt, self.language, self.tokenizer, template_arguments)
 
     def save(self, path: str | Path, messages: Sequence[Message] = ()) -> None:
         """Save the cache, and the `messages` of its conversation, to a file (.npz), whole or not at all.

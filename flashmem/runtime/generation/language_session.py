@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL, Language
 from flashmem.program.program import Program
+from flashmem.request.opening import SessionRequest
 from flashmem.runtime.generation.candidates import Candidates, rows_of
-from flashmem.runtime.generation.options import ModelOpening, OpeningOptions
+from flashmem.runtime.request.models import bundle_for
+from flashmem.runtime.session import Session
 
 _FEW = 4
 """So many last tokens of a prompt are read one by one, and more in a run that reads others again."""
@@ -27,15 +29,14 @@ class LanguageSession:
     `cached`: the tokens in its cache. `temperature`: of the sums in candidates, a normal float32 above 0.
     """
 
-    def __init__(self, bundle: Bundle | str | Path, **options: Unpack[OpeningOptions]) -> None:
+    def __init__(self, bundle: Bundle | str | Path, opening: SessionRequest) -> None:
         """Open a session.
 
         Raises:
             UserError: no bundle, or one of another model; and the errors of `Session`.
             RunError: the device refuses.
         """
-        opening = ModelOpening.resolved(**options)
-        self.bundle = opening.bundle(bundle)
+        self.bundle = bundle_for(bundle, opening, build=True)
         self.language = language_of(self.bundle)
         if (rows := rows_in(self.bundle)) > 1:
             raise UserError(
@@ -46,7 +47,7 @@ class LanguageSession:
         self.temperature = 1.0
         self.lengths = sorted((_tokens(each.program)[1] for each in self.bundle.variants), reverse=True)
         """Tokens that a run can read, the most first."""
-        self.session = opening.session(self.bundle)
+        self.session = Session(self.bundle, **opening.of_session)
 
     def reusable(self, tokens: Sequence[int]) -> int:
         """How many tokens of a text are in the cache; the last one is read anyway, for what follows it."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.bundle.chat_templates import can_render, rendered
-from flashmem.bundle.language import Language, Template
+from flashmem.bundle.language import THOUGHT_END, Language, Template
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.tokenizer import SPELLED, Tokenizer
 
@@ -21,14 +22,16 @@ Prompt = str | Sequence[Message] | Sequence[int]
 """A text to continue; messages, of which the last is the user's; or tokens."""
 
 
-def tokens_of(prompt: Prompt, language: Language, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a prompt.
+def tokens_of(
+    prompt: Prompt, language: Language, tokenizer: Tokenizer, arguments: Mapping[str, Any] | None = None
+) -> list[int]:
+    """The tokens of a prompt. `arguments`: names for the chat template of messages, such as `enable_thinking`.
 
     Raises:
         UserError: it has none, or unknown ones, or more than the cache holds; or the chat template does not take the messages.
     """
     try:
-        tokens = _tokens_of(prompt, language, tokenizer)
+        tokens = _tokens_of(prompt, language, tokenizer, arguments or {})
     except UserError:
         raise
     except ValueError as error:  # the vocabulary lacks a byte
@@ -40,8 +43,12 @@ def tokens_of(prompt: Prompt, language: Language, tokenizer: Tokenizer) -> list[
     return tokens
 
 
-def _too_long(has: str, language: Language) -> UserError:
-    return UserError(
+class PromptTooLongError(UserError):
+    """A prompt has more tokens than the cache holds."""
+
+
+def _too_long(has: str, language: Language) -> PromptTooLongError:
+    return PromptTooLongError(
         f"the prompt has {has}, and the cache holds {language.max_length}; shorten the prompt, or compile the model with a "
         "larger --max-length"
     )
@@ -53,45 +60,57 @@ def _check_characters(count: int, language: Language, tokenizer: Tokenizer) -> N
         raise _too_long(f"{count} characters, which are more than {language.max_length} tokens", language)
 
 
-def _tokens_of(prompt: Prompt, language: Language, tokenizer: Tokenizer) -> list[int]:
+def _tokens_of(prompt: Prompt, language: Language, tokenizer: Tokenizer, arguments: Mapping[str, Any]) -> list[int]:
     if isinstance(prompt, str):
         _check_characters(len(prompt), language, tokenizer)
         begin = [] if language.begin is None else [language.begin]
         return begin + tokenizer.encode(prompt)
     messages = [each for each in prompt if isinstance(each, Mapping)]
     if messages and len(messages) == len(prompt):
-        return _conversation(messages, language, tokenizer)
+        return _conversation(messages, language, tokenizer, arguments)
     tokens = [int(each) for each in prompt if isinstance(each, int | np.integer)]
     if len(tokens) != len(prompt) or not all(0 <= each < len(language.tokens) for each in tokens):
         raise UserError(f"the prompt is neither a text, nor messages, nor tokens from 0 to {len(language.tokens) - 1}")
     return tokens
 
 
-def _conversation(messages: Sequence[Message], language: Language, tokenizer: Tokenizer) -> list[int]:
+def _conversation(
+    messages: Sequence[Message], language: Language, tokenizer: Tokenizer, arguments: Mapping[str, Any]
+) -> list[int]:
     """The tokens of a conversation. Control tokens are recognised in the template, not in the messages."""
-    chat, template = language.chat, language.template
-    if template is not None and (chat is None or can_render()):
-        return _begun(_rendered(messages, template, language, tokenizer), language)
-    if chat is None:
+    pieces, template = language.pieces, language.template
+    if template is not None and (pieces is None or can_render()):
+        return _begun(_rendered(messages, template, language, tokenizer, arguments), language)
+    if pieces is None:
         raise UserError("the model has no chat template that flashmem understands; give a text to continue")
-    parts: list[tuple[str, bool]] = []
-    before = ""
+    if arguments:
+        raise UserError(
+            f"the chat template gets no {', '.join(arguments)} here, because it is joined from pieces without Jinja; install "
+            "flashmem[compile], or leave that out"
+        )
+    roles, contents = list[str](), list[str]()
     for message in messages:
         role, content = message.get("role", ""), message.get("content")
-        piece = chat.get(f"{before} {role}".strip())
-        if piece is None and role == "system" and not before:
-            raise UserError("the model's chat template has no message of the system; put it into the user's first one")
-        if piece is None or not isinstance(content, str):
+        before = roles[-1] if roles else ""
+        if role not in ROLES or f"{before} {role}".strip() not in pieces.texts or not isinstance(content, str):
+            if role == "system" and not before:
+                raise UserError("the model's chat template has no message of the system; put it into the user's first one")
             raise UserError(
                 "a conversation is an optional message of the system, then messages of user and assistant in turn, each "
                 f"with a role and a content; one has the role {reprlib.repr(role)} after {before or 'nothing'!r}"
             )
-        parts += [(piece, True), (content, False)]
-        before = role
-    if before != "user":
+        if role == "assistant" and not pieces.thoughts and THOUGHT_END in content:
+            raise UserError(
+                f"an answer has thoughts (up to {THOUGHT_END}), which the model's chat template changes in a way that needs "
+                "Jinja: install flashmem[compile], or leave them out"
+            )
+        roles.append(role)
+        contents.append(content)
+    if roles[-1] != "user":
         raise UserError("the last message of a conversation must be the user's")
-    _check_characters(sum(len(content) for content, control in parts if not control), language, tokenizer)
-    tokens = tokenizer.encode_parts([*parts, (chat["user assistant"], True)])
+    _check_characters(sum(map(len, contents)), language, tokenizer)
+    parts = pieces.parts(roles, contents)
+    tokens = tokenizer.encode_parts([(pieces.dated(text) if control else text, control) for text, control in parts])
     return _begun(tokens, language)
 
 
@@ -100,7 +119,9 @@ def _begun(tokens: list[int], language: Language) -> list[int]:
     return tokens if begin is None or tokens[:1] == [begin] else [begin, *tokens]
 
 
-def _rendered(messages: Sequence[Message], template: Template, language: Language, tokenizer: Tokenizer) -> list[int]:
+def _rendered(
+    messages: Sequence[Message], template: Template, language: Language, tokenizer: Tokenizer, arguments: Mapping[str, Any]
+) -> list[int]:
     """The tokens of a conversation by a template in Jinja.
 
     Control tokens are recognised in the template, and those in an answer that it looks for there, such as "<think>".
@@ -121,7 +142,8 @@ def _rendered(messages: Sequence[Message], template: Template, language: Languag
         given.append({"role": role, "content": tokenizer.spelled(content, sought if role == "assistant" else ())})
     if given[-1]["role"] != "user":
         raise UserError("the last message of a conversation must be the user's")
-    [text] = rendered(template, [given], most_characters=2 * tokenizer.most_characters)
+    _check_characters(sum(len(each["content"]) for each in messages) // 2, language, tokenizer)  # some may be left out
+    [text] = rendered(template, [given], most_characters=2 * tokenizer.most_characters, arguments=arguments)
     if isinstance(text, UserError):
         raise text
     _check_characters(len(text.replace(SPELLED, "")), language, tokenizer)

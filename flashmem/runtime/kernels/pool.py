@@ -29,6 +29,9 @@ from flashmem.runtime.opencl.device import Device
 
 WORKER = "flashmem.runtime.kernels.worker"
 
+MOST_CHILDREN = 8
+"""However many processors there are: each child has a context, which takes hundreds of megabytes of a GPU's host."""
+
 
 class Rank(IntEnum):
     """What comes first: what is needed to run, what is needed to trust it, what may wait for another time."""
@@ -140,7 +143,7 @@ class ChildPool:
             self._tickets.put(True)
         self._submitted += len(added)
         self._left.update(job.rank[0] for _, _, job in added)
-        self._start_threads(max(1, processors() - busy))
+        self._start_threads(max(1, min(MOST_CHILDREN, processors() - busy)))
 
     def _start_threads(self, most: int) -> None:
         """Start a thread for each waiting job, up to `most` in all."""
@@ -188,7 +191,7 @@ class ChildPool:
         if self._finished == self._submitted or self._failure is not None:
             return False
         if wait:
-            self._start_threads(processors())
+            self._start_threads(min(MOST_CHILDREN, processors()))
         try:
             job, self._failure = self._done.get(wait, None if until is None else max(0.0, until - monotonic()))
         except queue.Empty:

@@ -127,8 +127,9 @@ class _ModelServer:
             content = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise UserError(f"the body is no JSON ({error})") from error
-        wanted = read_request(content, chat=chat, model=self._model)
-        return wanted, self._generator.tokens_of(wanted.prompt)
+        generator = self._generator
+        wanted = read_request(content, chat=chat, model=self._model, recommended=generator.language.sampling)
+        return wanted, generator.tokens_of(wanted.prompt, wanted.template_arguments)
 
     async def _events(self, wanted: Request, tokens: list[int], responses: Responses, client: Client) -> AsyncIterator[str]:
         """A streamed response: server-sent events."""

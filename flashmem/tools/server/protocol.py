@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from flashmem.base.errors import UserError
@@ -55,18 +55,19 @@ class Request:
     stop: tuple[str, ...]
     stream: bool
     with_usage: bool
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def options(self) -> TextOptions:
         """The keywords of `Generator.generate`."""
         return {
             "max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": self.top_p,
-            "seed": self.seed, "stop": self.stop,
+            "seed": self.seed, "stop": self.stop, "template_arguments": self.template_arguments,
         }  # fmt: skip
 
 
-def read_request(body: Any, *, chat: bool, model: str) -> Request:
-    """The request in a JSON body.
+def read_request(body: Any, *, chat: bool, model: str, recommended: Mapping[str, float] | None = None) -> Request:
+    """The request in a JSON body. `recommended`: numbers of sampling that the model recommends, for those that are missing.
 
     Raises:
         UserError: a field is missing, has another type, is out of range, or is not supported.
@@ -82,16 +83,18 @@ def read_request(body: Any, *, chat: bool, model: str) -> Request:
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     usual = 4096 if chat else 16  # the API's own default for texts; a conversation ends at the model's end
     options = _object(body.get("stream_options"), "stream_options")
+    usual_numbers = recommended or {}
     request = Request(
         chat,
         _messages(body.get("messages")) if chat else _prompt(body.get("prompt")),
         _number(body, limit, int, usual),
-        _number(body, "temperature", float, 1.0),
-        _number(body, "top_p", float, 1.0),
+        _number(body, "temperature", float, usual_numbers.get("temperature", 1.0)),
+        _number(body, "top_p", float, usual_numbers.get("top_p", 1.0)),
         None if body.get("seed") is None else _number(body, "seed", int, 0),
         _stop(body.get("stop")),
         _flag(body, "stream"),
         _flag(options, "include_usage"),
+        _object(body.get("chat_template_kwargs"), "chat_template_kwargs"),
     )
     TextRequest.resolved(**request.options)  # raises for numbers out of range
     return request

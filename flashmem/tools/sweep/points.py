@@ -22,9 +22,9 @@ from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.ir.portable import PortableGraph
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.options import Options
-from flashmem.planning.limits import Limits
 from flashmem.planning.planner import make_plan
 from flashmem.program.program import Program
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import device_here
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor
@@ -121,15 +121,16 @@ def _packed(subject: Subject, planned: _Planned) -> Iterator[Path]:
 def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned | None]:
     """The plan of a point and the columns that describe it; None if no plan exists."""
     row: dict[str, Cell] = dict(point.cells()) | dict.fromkeys(RESULTS)
-    limits = Limits(
+    request = BundleRequest(
         budget=point.budget_bytes,
         m_peak=point.m_peak_bytes,
         chunk=point.chunk_bytes or None,
         lambda_=point.lambda_,
         mu=point.mu,
         objective=point.objective_asked,
+        precision=cast(Precision, point.precision),
     )
-    options = Options(subject.descriptor, subject.mode, limits, cast(Precision, point.precision))
+    options = Options(subject.descriptor, subject.mode, request)
     begun = time.perf_counter()
     try:
         planned = _plan(subject, options)
@@ -156,7 +157,7 @@ def _plan(subject: Subject, options: Options) -> _Planned:
     generated = None
     if subject.graph is None:
         assert subject.program is not None
-        program, plan = subject.program, make_plan(subject.program, subject.descriptor, subject.mode, options.limits)
+        program, plan = subject.program, make_plan(subject.program, subject.descriptor, subject.mode, options.request)
     else:
         graph = subject.graph.graph() if isinstance(subject.graph, PortableGraph) else subject.graph
         generated, plan = plan_graph(graph, options)

@@ -17,7 +17,7 @@ from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import check_precision
-from flashmem.planning.limits import Limits
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode, device_here, find_descriptor
 from flashmem.target.descriptor import DeviceDescriptor, descriptor_names
 from flashmem.tools.sweep.grid import Point
@@ -71,7 +71,7 @@ def subject_of(point: Point) -> Subject:
     [shapes, *others] = read_variants(point.shape.split())
     if others:
         raise UserError("--shape names several shape variants, and a sweep is of one; name each input once")
-    graph = read_graph(path, Options(descriptor, mode, Limits(), precision, shapes))
+    graph = read_graph(path, Options(descriptor, mode, BundleRequest(precision=precision), shapes=shapes))
     if point.source == "simulated":
         return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
     bundle = compile_model(  # into the user's cache, unless it is there

@@ -11,8 +11,8 @@ from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.weights.slicing import LEAST_BYTES, Slicing
 from flashmem.options import resolve
 from flashmem.planning.latency.later_runs import OWN_WORTH
-from flashmem.planning.limits import read_limits
 from flashmem.program.program import fixed_bytes
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.residency import session_bytes
 from flashmem.tools.zoo.graphs import TiedDecoder
 
@@ -20,8 +20,8 @@ from flashmem.tools.zoo.graphs import TiedDecoder
 def test_a_large_head_is_cut_so_that_the_rest_of_a_budget_stays_on_the_device() -> None:
     """The head is over half of the weights, and with the others' places in flight more than the budget as one slice."""
     graph = prepare(TiedDecoder(2, 384, 6, 20000, joined=True).graph("decoder", 16))
-    options = resolve(read_limits(budget="28MB"), device="nvidia", mode="dma", memory_path="buffer")
-    budget, selector = 28_000_000, KernelSelector(options.descriptor, options.optimize, limited=True)
+    options = resolve(BundleRequest(budget="28MB", device="nvidia", mode="dma", memory_path="buffer"))
+    budget, selector = 28_000_000, KernelSelector(options.descriptor, options.request.optimize, limited=True)
     pipeline = Pipeline(graph, options, selector)
     coarse = replace(pipeline, slicing=Slicing(most=12 << 20)).attempt(frozenset())
     finest = replace(pipeline, slicing=Slicing(most=LEAST_BYTES)).attempt(frozenset())
@@ -42,8 +42,8 @@ def test_a_large_head_is_cut_so_that_the_rest_of_a_budget_stays_on_the_device() 
 def test_kernels_that_copy_keep_weights_too() -> None:
     """In `interleave` weights that stay are in W, and need no staging: the first answer may still be only a little later."""
     graph = prepare(TiedDecoder(6, 512, 8, 10000, joined=True).graph("decoder", 16))
-    options = resolve(read_limits(budget="64MB"), device="nvidia", mode="interleave", memory_path="buffer")
-    pipeline = Pipeline(graph, options, KernelSelector(options.descriptor, options.optimize, limited=True))
+    options = resolve(BundleRequest(budget="64MB", device="nvidia", mode="interleave", memory_path="buffer"))
+    pipeline = Pipeline(graph, options, KernelSelector(options.descriptor, options.request.optimize, limited=True))
     soonest = min(
         replace(pipeline, slicing=Slicing(most=most)).attempt(frozenset()).plan.objective for most in (16 << 20, 4 << 20)
     )

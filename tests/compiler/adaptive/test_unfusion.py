@@ -27,7 +27,6 @@ from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
 from flashmem.compiler.selection.selector import KernelSelector
-from flashmem.planning.limits import Limits
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.discovery import list_devices
@@ -119,9 +118,8 @@ import hashlib, sys
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.passes.fusion import fuse
-from flashmem.planning.limits import read_limits
 from flashmem.options import resolve
-options = resolve(read_limits(), device="generic-cpu")
+options = resolve(Request(device="generic-cpu"))
 graph = read_graph(sys.argv[1], options)
 made = generate(graph, fuse(graph), options.descriptor)
 print(hashlib.sha256(repr((made.program, made.source)).encode()).hexdigest())
@@ -224,8 +222,8 @@ class _TenChunks(Pipeline):
 
 def test_parts_must_gain_alpha_over_the_whole() -> None:
     graph, descriptor = _graph("gptneo-tiny"), load_descriptor("generic-cpu")
-    options = Options(descriptor, "map", Limits())
-    ten_chunks = _TenChunks(graph, options, KernelSelector(descriptor, options.optimize, limited=False))
+    options = Options(descriptor, "map")
+    ten_chunks = _TenChunks(graph, options, KernelSelector(descriptor, options.request.optimize, limited=False))
     generated = ten_chunks.generate(frozenset())
     whole = Attempt(generated, ten_chunks.instance(generated.program), _plan((), len(generated.program.launches)))
     found = splits(graph, whole, frozenset(), ten_chunks, alpha=1.0)

@@ -25,11 +25,10 @@ from flashmem.compiler.frontend.gguf.decoder import write_decoder
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
 from flashmem.compiler.frontend.gguf.reader import GGUFFile, converted
 from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, dequantised, matrix
-from flashmem.compiler.frontend.language.chat import chat_pieces
 from tests.support.command_line import command_line
 from tests.support.compared import PLACES
 from tests.support.gguf_kinds import KINDS, SHOWN, TOKENS, VARIANTS
-from tests.support.gguf_models import HALVES, TEMPLATE, SmallLlama, plain_head, random_blocks, sentence_pieces, vocabulary
+from tests.support.gguf_models import HALVES, SmallLlama, plain_head, random_blocks, sentence_pieces, vocabulary
 
 MODELS = {
     "blocks": SmallLlama(),
@@ -270,58 +269,6 @@ def test_the_token_that_begins_a_text(tmp_path: Path) -> None:
             UserError, match="has texts begin with a token, and does not name one; download or convert it again"
         ):
             GGUFFile(WithFields(layers=1, **chosen).write(tmp_path / "m.gguf")).language()
-
-
-def test_a_chat_template_in_pieces() -> None:
-    pieces = chat_pieces(TEMPLATE, {})
-    assert pieces is not None
-    assert pieces["user"] == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
-    assert pieces["system user"] == "<|im_end|>\n<|im_start|>user\n"
-    llama3 = (
-        "{% for m in messages %}{{ (bos_token if loop.first else '') + '<|start|>' + m['role'] + '\n\n' }}"
-        "{{ m['content'] | trim + '<|eot|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start|>assistant\n\n' }}{% endif %}"
-    )
-    assert (chat_pieces(llama3, {"bos_token": "<s>"}) or {})["user"] == "<s><|start|>user\n\n"
-
-
-def test_templates_that_refuse_a_system() -> None:
-    """Those of Gemma and Mistral, whose roles must take turns and begin with the user."""
-    turns = "{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}"
-    gemma = (
-        "{{ bos_token }}{% for m in messages %}" + turns + "{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
-        "{{ '<start_of_turn>' + role + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
-    )
-    mistral = (
-        "{{ bos_token }}{% for m in messages %}"
-        + turns
-        + "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
-        "{% else %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
-    )
-    marks = {"bos_token": "<s>", "eos_token": "</s>"}
-    assert chat_pieces(gemma, marks) == {
-        "user": "<s><start_of_turn>user\n",
-        "user assistant": "<end_of_turn>\n<start_of_turn>model\n",
-        "assistant user": "<end_of_turn>\n<start_of_turn>user\n",
-    }
-    assert chat_pieces(mistral, marks) == {
-        "user": "<s>[INST] ", "user assistant": " [/INST]", "assistant user": "</s>[INST] ",
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ raise_exception('no') }}",
-        "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}",
-        "{% for m in messages %}{{ loop.index }}{{ m['content'] }}{% endfor %}",
-        "{{ messages[0]['content'] }}",
-        "{% for",
-    ],
-)
-def test_templates_that_are_no_pieces(template: str) -> None:
-    assert chat_pieces(template, {}) is None
 
 
 def test_the_vocabulary_is_in_the_bundle(tmp_path: Path) -> None:

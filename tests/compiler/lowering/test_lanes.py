@@ -27,7 +27,6 @@ from flashmem.compiler.kernels.reduction.configs import RowConfig
 from flashmem.compiler.lowering.program import Generated
 from flashmem.compiler.lowering.templates import KernelLibrary, Lane, _environment
 from flashmem.compiler.options import Options
-from flashmem.planning.limits import Limits
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.executor import Executor
@@ -321,7 +320,7 @@ def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, config
     if descriptor.kind == "gpu":  # rows are then joined by shuffles, if this device has them
         shuffled = RowConfig("rows", 4, 64, subgroups=True)
         descriptor = with_configs(descriptor, [*listed_configs(descriptor), shuffled])
-    options = Options(descriptor, "interleave", Limits())
+    options = Options(descriptor, "interleave")
     generated, _ = plan_graph(read_graph(network(tmp_path / "m.onnx"), options), options)
     families = {launch.shape.family for launch in generated.program.launches}
     assert {"matmul", "conv", "pool", "movement", "reduce_rows", "reduce_columns", "attention", "elementwise"} <= families
@@ -344,7 +343,7 @@ def test_whatever_rides_arrives_and_changes_no_bit(path: str, tiles: str, config
 
 
 def test_a_lane_that_reaches_further_than_it_says_is_refused(tmp_path: Path) -> None:
-    options = Options(load_descriptor("adreno750"), "interleave", Limits())
+    options = Options(load_descriptor("adreno750"), "interleave")
     generated, _ = plan_graph(read_graph(network(tmp_path / "m.onnx"), options), options)
     program, text = generated.program, generated.source.lane
     check_lanes(program, text)
@@ -364,7 +363,7 @@ def test_a_lane_that_reaches_further_than_it_says_is_refused(tmp_path: Path) -> 
 
 def test_every_lane_reads_before_the_work_and_stores_after_it(tmp_path: Path) -> None:
     """In the text of each kernel: a read, then the computation, then a store; a loop for the rest; no return before that."""
-    options = Options(load_descriptor("nvidia"), "interleave", Limits())
+    options = Options(load_descriptor("nvidia"), "interleave")
     generated, _ = plan_graph(read_graph(network(tmp_path / "m.onnx"), options), options)
     for kernel in generated.source.kernels:
         text = generated.source.lane.split(f"void {kernel}(")[1].split("\n}\n")[0]
@@ -376,7 +375,7 @@ def test_every_lane_reads_before_the_work_and_stores_after_it(tmp_path: Path) ->
 
 def test_a_lane_where_registers_are_few_copies_after_the_work(tmp_path: Path) -> None:
     """On Mali no variable of a lane lives while a kernel computes."""
-    options = Options(load_descriptor("mali-g710"), "interleave", Limits())
+    options = Options(load_descriptor("mali-g710"), "interleave")
     generated, _ = plan_graph(read_graph(network(tmp_path / "m.onnx"), options), options)
     for kernel in generated.source.kernels:
         lines = [line.strip() for line in generated.source.lane.split(f"void {kernel}(")[1].split("\n}\n")[0].splitlines()]

@@ -16,7 +16,7 @@ from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.options import resolve
-from flashmem.planning.limits import Limits
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import find_descriptor
 from flashmem.target.descriptor import load_descriptor
 from tests.support.compared import DEVICES, PLACES, Nodes, compare
@@ -107,7 +107,7 @@ def test_modes_precisions_and_infinities(place: tuple[str, str], tmp_path: Path)
 def test_only_useful_products_are_counted(tmp_path: Path) -> None:
     weight = np.ones((16, 8, 4, 4), np.float32)
     onnx.save(model_of(weight, (1, 16, 8, 8), (1, 8, 18, 18), (2, 2)), tmp_path / "m.onnx")
-    graph = read_graph(tmp_path / "m.onnx", resolve(Limits(), device="pocl"))
+    graph = read_graph(tmp_path / "m.onnx", resolve(BundleRequest(device="pocl")))
     made = generate(graph, fuse(graph), load_descriptor("pocl"))
     of_y = next(launch for launch in made.program.launches if launch.macs and launch.shape.rows == math.prod((18, 18)))
     assert of_y.macs == 18 * 18 * 4 * 16 * 8

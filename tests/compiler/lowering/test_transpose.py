@@ -15,8 +15,8 @@ from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import Generated, generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.options import resolve
-from flashmem.planning.limits import Limits
 from flashmem.program.kernel_text import kernel_texts
+from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import load_descriptor
 from tests.support.compared import DEVICES, OF_A_GPU, Nodes, answers_of
 
@@ -108,7 +108,7 @@ def generated(shape: tuple[int, ...], perm: tuple[int, ...], device: str, folder
     nodes = Nodes()
     nodes.node("Transpose", nodes.input(np.zeros(shape, np.float32)), perm=list(perm))
     onnx.save(nodes.proto(), folder / "m.onnx")
-    graph = read_graph(folder / "m.onnx", resolve(Limits(), device=device))
+    graph = read_graph(folder / "m.onnx", resolve(BundleRequest(device=device)))
     return generate(graph, fuse(graph), load_descriptor(device))
 
 

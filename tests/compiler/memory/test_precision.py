@@ -30,7 +30,7 @@ from flashmem.compiler.operators import is_elementwise
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.options import resolve
-from flashmem.planning.limits import read_limits
+from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import load_descriptor
 from tests.compiler.selection.test_configs import CONFIGS
 from tests.support.command_line import command_line
@@ -430,7 +430,7 @@ def _through(numbers: Array, dtype: str, op: str, place: tuple[str, str], folder
 
 
 def _graph(name: str) -> Graph:
-    return read_graph(DATA / f"{name}.onnx", resolve(read_limits(), device="generic-cpu", precision="fp16"))
+    return read_graph(DATA / f"{name}.onnx", resolve(BundleRequest(device="generic-cpu", precision="fp16")))
 
 
 @pytest.mark.parametrize("name", ["gptneo-tiny", "mobilenet-tiny", "sam2-narrow"])

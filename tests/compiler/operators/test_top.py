@@ -13,7 +13,7 @@ from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.options import resolve
-from flashmem.planning.limits import Limits
+from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import load_descriptor
 from tests.support.compared import DEVICES, OF_A_GPU, Nodes, answers_of
 
@@ -74,6 +74,6 @@ def test_launches(device: str, shape: tuple[int, ...], k: int, launches: int, tm
     nodes = Nodes()
     nodes.node("TopK", nodes.input(np.zeros(shape, np.float32)), nodes.constant(np.array([k])), dtypes=("float32", "int64"))
     onnx.save(nodes.proto(), tmp_path / "m.onnx")
-    graph = read_graph(tmp_path / "m.onnx", resolve(Limits(), device=device))
+    graph = read_graph(tmp_path / "m.onnx", resolve(BundleRequest(device=device)))
     made = generate(graph, fuse(graph), load_descriptor(device))
     assert len(made.program.launches) <= (launches if device == "pocl" else 3)

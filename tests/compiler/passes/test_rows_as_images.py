@@ -16,7 +16,7 @@ from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.rows_as_images import rows_as_images
 from flashmem.options import resolve
-from flashmem.planning.limits import read_limits
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.opencl.discovery import list_devices
 
 MODEL = """<ir_version: 9, opset_import: ["" : 17]>
@@ -46,7 +46,7 @@ def made(path: Path) -> Path:
 
 
 def graph_of(path: Path) -> Graph:
-    return decompose(import_graph(path, resolve(read_limits(), device="generic-cpu")))
+    return decompose(import_graph(path, resolve(BundleRequest(device="generic-cpu"))))
 
 
 def test_slices_and_concats_between_convolutions_are_images_of_one_row(tmp_path: Path) -> None:

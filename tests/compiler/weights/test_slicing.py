@@ -33,12 +33,13 @@ from flashmem.compiler.weights.packing import Packing
 from flashmem.compiler.weights.slicing import DEFAULT, LEAST_BYTES, ROUNDS, Slicing
 from flashmem.planning.arithmetic.clock import TimingModel
 from flashmem.planning.latency.first_answer import first_plan
-from flashmem.planning.limits import Limits
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import planning_instance
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.program.tensors import Slice
+from flashmem.request.limits import Limits
+from flashmem.request.request import BundleRequest
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
@@ -99,7 +100,7 @@ def graph_of(rows: int, *products: tuple[int, int]) -> Graph:
 def planned(graph: Graph, device: str, mode: TransferMode | None = None, **limits: Any) -> tuple[Program, OverlapPlan]:
     descriptor = load_descriptor(device)
     mode = mode or descriptor.modes[descriptor.memory_paths[0]][0]
-    made, plan = plan_graph(assign_layouts(decompose(graph)), Options(descriptor, mode, Limits(**limits)))
+    made, plan = plan_graph(assign_layouts(decompose(graph)), Options(descriptor, mode, BundleRequest(**limits)))
     return made.program, plan
 
 

@@ -18,10 +18,11 @@ from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.planning.arithmetic.clock import clock_of
 from flashmem.planning.arithmetic.measure import in_flight_measure
-from flashmem.planning.limits import Limits
 from flashmem.planning.planner import make_plan, plan_instance, planning_instance
 from flashmem.planning.why import in_flight_bytes
 from flashmem.program.program import Program
+from flashmem.request.limits import Limits
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.tools.zoo.graphs import zoo_graph
@@ -84,13 +85,13 @@ def test_random_problems(instance: Instance, mode: TransferMode, share: float) -
 
 @cache
 def program(name: str, device: str) -> Program:
-    return plan_graph(prepare(zoo_graph(name)), resolve(Limits(), device=device))[0].program
+    return plan_graph(prepare(zoo_graph(name)), resolve(BundleRequest(device=device)))[0].program
 
 
 @pytest.mark.parametrize(("name", "device"), [("vit-b16", "pocl"), ("mobilenetv2", "adreno750")])
 def test_models(name: str, device: str) -> None:
     """At 40 MB a ViT-B/16 kept nothing at lambda 0, and two thirds of its weights at lambda 0.9."""
-    made, options = program(name, device), resolve(Limits(), device=device)
+    made, options = program(name, device), resolve(BundleRequest(device=device))
     plans = {
         (m_peak, lambda_): make_plan(made, options.descriptor, options.mode, Limits(m_peak=m_peak, lambda_=lambda_))
         for m_peak in (40_000_000, 320_000_000)

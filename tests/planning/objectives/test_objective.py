@@ -15,11 +15,11 @@ import pytest
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.planning.latency.first_answer import first_plan, smallest_m_peak
-from flashmem.planning.limits import Limits
 from flashmem.planning.objectives.objective import Objective
 from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.planner import plan_instance
 from flashmem.planning.problem import Problem
+from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.objectives import KINDS, ObjectiveKind
 from flashmem.schedule.plan import OverlapPlan

@@ -156,9 +156,9 @@ def test_a_conversation(generator: Generator) -> None:
     ordered: list[Message] = [{"role": "system", "content": "Hi"}, *messages]
     assert generator.tokens_of(ordered) == text.encode(written.replace("Be brief.", "Hi"), control=True)
     for wrong, said in (
-        ([{"role": "assistant", "content": "a"}], "one has the role 'assistant' after 'nothing'"),
+        ([{"role": "assistant", "content": "a"}], "the last message of a conversation must be the user's"),
         ([*messages, {"role": "assistant", "content": "a"}], "the last message of a conversation must be the user's"),
-        ([{"role": "user"}], "each with a role and a content"),
+        ([{"role": "user"}], "each message of a conversation has a role and a content, both texts"),
     ):
         with pytest.raises(UserError, match=said):
             generator.tokens_of(wrong)  # type: ignore[arg-type]
@@ -274,7 +274,7 @@ def test_sentence_pieces_and_a_template_without_system(tmp_path: Path) -> None:
             wanted = [1, *encode("[user] one<|end|>"), 3, *encode("[assistant] ")]
             assert generator.tokens_of(asked) == wanted and wanted.count(3) == 1
             assert generator.language.ends == {2, 3}
-            with pytest.raises(UserError, match="has no message of the system; put it into the user's first one"):
+            with pytest.raises(UserError, match="the model's chat template refuses the conversation: no"):
                 generator.tokens_of([{"role": "system", "content": "one"}, *asked])
             assert "".join(generator.generate(asked, max_new_tokens=4))
 
@@ -347,14 +347,14 @@ def test_files_that_are_no_conversation(generator: Generator, tmp_path: Path) ->
     with flashmem.Generator(flashmem.compile(other, tmp_path / "m.flashmem", max_length=160)) as another:
         tokens_of(another, prompt(5), 2)
         another.save(saved)
-    with pytest.raises(UserError, match="is a conversation with another model, or with a cache of another length"):
+    with pytest.raises(UserError, match="is a conversation with another model, or one whose cache has another --kv"):
         generator.restore(saved)
     tokens_of(generator, prompt(5), 2)
     generator.save(saved)
     whole = saved.read_bytes()
     for content in (b"", b"text", whole[:200], whole[: len(whole) // 2], whole.replace(b"tokens", b"takens")):
         saved.write_bytes(content)
-        with pytest.raises(UserError, match="is no saved conversation, or a part of one"):
+        with pytest.raises(UserError, match=r"is no saved conversation, or a part of one \(.*\); remove it or name another"):
             generator.restore(saved)
     with pytest.raises(UserError, match="cannot be read: No such file"):
         generator.restore(tmp_path / "none.npz")

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.paths import VARIABLE
-from flashmem.cli.main import app
 from flashmem.runtime.opencl import measured_rates
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.devices import descriptor_for
@@ -25,6 +23,7 @@ from flashmem.target.descriptor import Rates
 from flashmem.target.instruction_set import INSTRUCTION_SETS, other_tiles
 from tests.runtime.opencl.test_compile_target import write_model
 from tests.support.caches import rates_as_for_users
+from tests.support.command_line import invoke
 
 DEVICES = pytest.mark.parametrize("device", list_devices(), ids=lambda device: device.descriptor_name)
 RATES = {"gemm_flops": 3e9, "memory_bandwidth": 2e9, "disk_bandwidth": 1e6, "launch_seconds": 0.5}
@@ -99,17 +98,17 @@ def test_the_tile_that_was_fastest_is_used(device: Device, tmp_path: Path) -> No
 @DEVICES
 def test_what_cannot_be_kept_is_said(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "/dev/null/cache")
-    done = CliRunner().invoke(app, ["devices"])
-    assert done.exit_code == 0 and device.name in done.stdout
+    done = invoke("devices")
+    assert done.code == 0 and device.name in done.out
     if not rates_are_of(descriptor_for(device), device):
-        assert "/dev/null/cache" in done.stderr and "set FLASHMEM_CACHE_DIR" in done.stderr
+        assert "/dev/null/cache" in done.err and "set FLASHMEM_CACHE_DIR" in done.err
 
 
 def test_the_command_measures_each_device_once(cache: Path) -> None:
     def run(*options: str) -> tuple[str, str]:
-        done = CliRunner().invoke(app, ["devices", *options])
-        assert done.exit_code == 0, done.output
-        return done.stdout, done.stderr
+        done = invoke("devices", *options)
+        assert done.code == 0, done.err
+        return done.out, done.err
 
     here = [device for device in list_devices() if not rates_are_of(descriptor_for(device), device)]
     assert "measuring" not in run("--no-measure")[1]

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ WAIT = 20  # seconds until a test has failed
 class Fake:
     """A generator of one text at a time. `hold`: what a piece waits for."""
 
+    language = SimpleNamespace(sampling={})
+
     def __init__(self, error: Exception | None = None, pieces: int = 2) -> None:
         self.error, self.pieces, self.made, self.closed = error, pieces, 0, threading.Event()
         self.hold, self.tokens_hold = threading.Event(), threading.Event()
@@ -34,7 +37,7 @@ class Fake:
         self.tokens_hold.set()
         self.last: GenerationReport | None = None
 
-    def tokens_of(self, prompt: Any) -> list[int]:
+    def tokens_of(self, prompt: Any, template_arguments: Any = None) -> list[int]:
         assert self.tokens_hold.wait(WAIT)
         return [1]
 
@@ -55,12 +58,13 @@ class FakeBatch(BatchGenerator):
     """A batch of one row: the first request is delivered from outside, others wait."""
 
     rows = 1
+    language: Any = SimpleNamespace(sampling={})
 
     def __init__(self) -> None:
         self.delivers: list[Callable[[Piece], None]] = []
         self.left: list[int] = []
 
-    def tokens_of(self, prompt: Any) -> list[int]:
+    def tokens_of(self, prompt: Any, template_arguments: Any = None) -> list[int]:
         return [1]
 
     def generate(self, prompt: Any, *, deliver: Any = None, **options: Any) -> Any:

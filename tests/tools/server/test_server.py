@@ -142,7 +142,7 @@ def test_seeds(client: openai.OpenAI) -> None:
         ({"stream": "yes"}, "stream 'yes' is neither true nor false"),
         ({"messages": []}, "the prompt is empty; give at least one word"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the content of a message is no text"),
-        ({"messages": [{"role": "tool", "content": "4"}]}, "one has the role 'tool' after 'nothing'"),
+        ({"messages": [{"role": "tool", "content": "4"}]}, "the last message of a conversation must be the user's"),
         ({"messages": [{"role": "user", "content": "word " * 400}]}, "and the cache holds 160; shorten the prompt"),
     ],
 )

@@ -22,10 +22,11 @@ from flashmem.planning.arithmetic.clock import clock_of, needed_at
 from flashmem.planning.instance import build_instance
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.latency.later_runs import later_seconds
-from flashmem.planning.limits import Limits
 from flashmem.planning.planner import make_plan, planning_instance
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
+from flashmem.request.limits import Limits
+from flashmem.request.request import BundleRequest
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 from flashmem.target.descriptor import DeviceDescriptor, Rates
@@ -42,7 +43,7 @@ CHUNK = 256
 @cache
 def program_of(model: str) -> Program:
     options = Options(
-        DeviceDescriptor("made-up", modes={"buffer": MODES}, memory_paths=("buffer",)), "dma", Limits(unfusion=False)
+        DeviceDescriptor("made-up", modes={"buffer": MODES}, memory_paths=("buffer",)), "dma", BundleRequest(unfusion=False)
     )
     return plan_graph(read_graph(DATA / model, options), options)[0].program
 

@@ -18,7 +18,6 @@ from flashmem.compiler.options import Options
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
-from flashmem.planning.limits import Limits
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.sweep.grid import Point
@@ -31,7 +30,7 @@ MODELS = sorted(DATA.glob("*-tiny.onnx"))
 
 
 def graph_of(model: Path) -> Graph:
-    return read_graph(model, Options(load_descriptor("generic-cpu"), "map", Limits()))
+    return read_graph(model, Options(load_descriptor("generic-cpu"), "map"))
 
 
 def sent(graph: Graph) -> Graph:

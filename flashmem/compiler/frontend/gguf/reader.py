@@ -5,13 +5,14 @@ Fields and tensors are read by the package `gguf`, which maps the file. ggml's d
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import shutil
+import struct
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,8 @@ import numpy as np
 from flashmem.base.errors import UserError
 from flashmem.base.extras import need
 from flashmem.base.units import format_size
-from flashmem.bundle.language import CONTROL, PATTERNS
-from flashmem.bundle.manifest import disk_errors
-from flashmem.bundle.version_directories import scratch_folder
+from flashmem.bundle.language import CONTROL, PATTERNS, RECOMMENDED
+from flashmem.bundle.working_folder import working_folder
 from flashmem.compiler.frontend.gguf.decoder import write_decoder
 from flashmem.compiler.frontend.gguf.keys import check_keys
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
@@ -36,7 +36,8 @@ _BEGINNING = ("llama-bpe",)
 the field `add_bos_token` lack it, and llama.cpp reads them so."""
 _ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Tokens that end an answer besides that of the end of a text."""
-_LENGTH_BYTES = 8  # before each text or array
+_LENGTH, _LENGTH_BYTES = struct.Struct("<Q"), 8  # before each text or array
+_KEY_BYTES = 1 << 12  # of the data of a tensor, at its beginning, middle and end
 _MOST_ELEMENTS = 1 << 23
 """The most elements of all arrays among the fields. The package makes an object of each. Large vocabularies have a million."""
 
@@ -56,12 +57,7 @@ def converted(
             it has no room for `max_length`; or the disk has none for the model.
     """
     need("a GGUF file", "gguf")
-    with ExitStack() as opened:
-        if beside is not None:
-            with disk_errors(beside):
-                folder = opened.enter_context(scratch_folder(beside))
-        else:
-            folder = Path(opened.enter_context(TemporaryDirectory(prefix="flashmem-gguf-")))
+    with working_folder(beside, "flashmem-gguf-") as folder:
         target = folder / f"{path.stem}.onnx"
         try:
             file = GGUFFile(path)
@@ -72,7 +68,7 @@ def converted(
             raise
         except Exception as error:  # for a damaged file, the package and numpy raise any kind of error
             raise UserError(f"{path} is no GGUF file, or a part of one ({' '.join(str(error).split())})") from error
-        yield LanguageModel(target, language)
+        yield LanguageModel(target, language, key=file.key())
 
 
 def _convert(file: GGUFFile, target: Path, max_length: int | None, read: Read, batch: int) -> bytes:
@@ -116,7 +112,25 @@ class GGUFFile:
                     self.elements += count
                     if count * least > len(self.data) - orig_offs or self.elements > _MOST_ELEMENTS:
                         raise ValueError(f"it has an array of {count} elements")
+                    if self.byte_order == "I" and (kind in scalars or kind == GGUFValueType.STRING):
+                        return self._array(orig_offs, kind, count)
                 return super()._get_field_parts(orig_offs, raw_type)
+
+            def _array(self, orig_offs: int, kind: int, count: int) -> Any:
+                """The parts of an array of numbers or texts; the package makes arrays of each element and its length."""
+                offset, types = orig_offs + 12, [GGUFValueType.ARRAY, GGUFValueType(kind)][: 1 + (count > 0)]
+                head = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
+                if kind != GGUFValueType.STRING:
+                    numbers = self._get(offset, self.gguf_scalar_to_np[GGUFValueType(kind)], count)
+                    return 12 + numbers.nbytes, [*head, numbers], [2] if count else [], types
+                texts = []
+                for _ in range(count):
+                    (length,) = _LENGTH.unpack_from(self.data, offset)
+                    offset += _LENGTH_BYTES + length
+                    if offset > len(self.data):
+                        raise ValueError(f"it has a text of {length} bytes")
+                    texts.append(self.data[offset - length : offset])
+                return offset - orig_offs, [*head, *texts], [*range(2, 2 + count)], types
 
         reader: Any = Reader(path)
         if reader.endianess != GGUFEndian.LITTLE:
@@ -173,6 +187,22 @@ class GGUFFile:
                 "free some space, or name an output on another disk"
             )
 
+    def key(self) -> str:
+        """A hash of the tensors: their names, shapes and formats, and a part of the data of each."""
+        found = hashlib.sha256()
+        for tensor in self.tensors.values():
+            found.update(repr((tensor.name, tensor.tensor_type.name, [int(size) for size in tensor.shape])).encode())
+            data = tensor.data.reshape(-1).view(np.uint8)
+            for at in (0, len(data) // 2, max(0, len(data) - _KEY_BYTES)):
+                found.update(data[at : at + _KEY_BYTES].tobytes())
+        return found.hexdigest()
+
+    def sampling(self) -> dict[str, float]:
+        """How the model's makers recommend to choose tokens."""
+        names = {ours: f"general.sampling.{name}" for ours, name in RECOMMENDED.items()}
+        found = {ours: self.field(name) for ours, name in names.items() if name in self.fields}
+        return {name: int(value) if name == "top_k" else round(float(value), 6) for name, value in found.items()}
+
     def language(self) -> dict[str, Any]:
         """The tokenizer, the tokens that begin and end a text, and the chat template in pieces (`flashmem.bundle.language`)."""
         kind, pattern = self.field("tokenizer.ggml.model"), self.field("tokenizer.ggml.pre", "gpt-2")
@@ -209,5 +239,6 @@ class GGUFFile:
             "nfc": False,
             "begin": begin,
             "ends": list(dict.fromkeys(ends)),
+            "sampling": self.sampling(),
             **chat_fields(template, marks),
         }

@@ -31,13 +31,15 @@ def unchanged(model: onnx.ModelProto) -> None:
 class LanguageModel:
     """A model as an ONNX file, which `rewrite` changes when it is read, and its tokenizer as JSON (`flashmem.bundle.language`).
 
-    `files` are those that it was read from, besides the ONNX file and its data.
+    `files` are those that it was read from, besides the ONNX file and its data. `key`: a hash of its weights, "" if there is
+    none.
     """
 
     path: Path
     language: bytes
     rewrite: Rewrite = unchanged
     files: tuple[Path, ...] = ()
+    key: str = ""
 
 
 def cache_length(asked: int | None, context: int, path: Path, spare: int = 0) -> int:

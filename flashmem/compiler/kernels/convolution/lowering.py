@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -40,43 +41,67 @@ def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
     A 1x1 convolution is a MatMul; a depthwise convolution has its own kernel.
     """
     node = group.main
+    rows, columns = math.prod(node.outputs[0].shape[:-1]), node.outputs[0].shape[-1]
+    channels = node.input(0).shape[-1]
+    if _is_depthwise(node):
+        lower_depthwise(context, group)
+    elif _is_pointwise(node):
+        lower_packed(context, PackedProduct(group, "matmul", rows, channels, [rows, channels, columns]))
+    elif _in_rows(context, node):
+        _lower_rows(context, group)
+    elif (config := _winograd_config(context, group)) is not None:
+        _lower_winograd(context, group, config)
+    else:
+        lower_packed(context, _implicit_product(context, group))
+
+
+def _is_depthwise(node: Node) -> bool:
+    """Whether each output channel of an image reads one input channel."""
+    groups, x = int(node.attributes["group"]), node.input(0)
+    one_each = groups == x.shape[-1] and node.outputs[0].shape[-1] % groups == 0
+    return node.op != "ConvTranspose" and len(x.shape) == 4 and groups > 1 and one_each
+
+
+def _is_pointwise(node: Node) -> bool:
+    """Whether each pixel is a product of its own: one tap, stride 1, no padding, one group."""
+    given = node.attributes
+    ones = {int(given["group"]), *node.input(1).shape[2:], *given["strides"]} == {1}
+    return node.op != "ConvTranspose" and ones and not any(given["pads"])
+
+
+def _winograd_config(context: LoweringContext, group: FusionGroup) -> Winograd | None:
+    """The config of Winograd's algorithm, cut to the tiles, if that can compute the convolution and is chosen."""
+    node, y = group.main, group.main.outputs[0]
+    if not can_be_winograd(context, node):
+        return None
+    channels, columns = node.input(0).shape[-1], y.shape[-1]
+    workload = Workload("conv", context.memory_path, y.size // columns, 9 * channels, columns, taps=9)
+    config = choice(context, group, workload, winograd=True)
+    return config.cut(transformed(workload, _tiles(y))) if isinstance(config, Winograd) else None
+
+
+def _implicit_product(context: LoweringContext, group: FusionGroup) -> PackedProduct:
+    """The convolution as a product of its taps, which the kernel reads from the image."""
+    node = group.main
     x, weight, y = node.input(0), node.input(1), node.outputs[0]
     *_, height, width, channels = x.shape
     *_, out_height, out_width, columns = y.shape
     groups, volume = int(node.attributes["group"]), len(x.shape) == 5
+    rows, run = y.size // columns, channels // groups
     *front, kernel_h, kernel_w = zip(
         weight.shape[2:], node.attributes["strides"], node.attributes["dilations"], node.attributes["pads"], strict=False
     )
-    rows = y.size // columns
-    transposed = node.op == "ConvTranspose"
-    if groups == channels and columns % channels == 0 and not transposed and not volume and groups > 1:
-        lower_depthwise(context, group)
-        return
-    pointwise = groups == 1 and not any(node.attributes["pads"]) and {*weight.shape[2:], *node.attributes["strides"]} == {1}
-    if pointwise and not transposed:
-        lower_packed(context, PackedProduct(group, "matmul", rows, channels, [rows, channels, columns]))
-        return
-    if _in_rows(context, node):
-        _lower_rows(context, group)
-        return
-    tiled = can_be_winograd(context, node)
-    if tiled:
-        workload = Workload("conv", context.memory_path, rows, 9 * channels, columns, taps=9)
-        config = choice(context, group, workload, winograd=True)
-        if isinstance(config, Winograd):
-            _lower_winograd(context, group, config.cut(transformed(workload, _tiles(y))))
-            return
     dims = [
-        rows, height, width, channels, channels // groups, out_height, out_width, columns, columns // groups,
+        rows, height, width, channels, run, out_height, out_width, columns, columns // groups,
         *(number for pair in zip(kernel_h, kernel_w, strict=True) for number in pair),
     ]  # fmt: skip
     dims += [x.shape[1], y.shape[1], *front[0]] if volume else []
-    row = weight.shape[-1] * channels if groups == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0
-    product = PackedProduct(
-        group, "conv", rows, channels // groups, dims, groups, stageable=not volume and not transposed, winograd=tiled,
-        row=row, volume=volume, values={"volume": volume, "quads": channels // groups % 4 == 0},
+    return PackedProduct(
+        group, "conv", rows, run, dims, groups, stageable=not volume and node.op != "ConvTranspose",
+        winograd=can_be_winograd(context, node),
+        row=weight.shape[-1] * channels if groups == kernel_w[2] == 1 and channels < FEW_CHANNELS else 0,
+        volume=volume, values={"volume": volume, "quads": run % 4 == 0},
     )  # fmt: skip
-    lower_packed(context, product)
 
 
 def _in_rows(context: LoweringContext, node: Node) -> bool:

@@ -8,15 +8,26 @@ from types import SimpleNamespace
 
 import onnx
 import pytest
+from gguf import GGUFReader
 
 import flashmem
 from flashmem.base.errors import UserError
-from flashmem.compiler.frontend.gguf.reader import converted
+from flashmem.compiler.frontend.gguf.reader import GGUFFile, converted
 from flashmem.compiler.frontend.gguf.weights import sketched
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import ArrayConstant
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from tests.support.gguf_models import SmallLlama
+
+
+def test_fields_are_those_of_the_package(tmp_path: Path) -> None:
+    """Which makes an object of each element of an array."""
+    for pieces in (False, True):
+        path = SmallLlama(layers=1, pieces=pieces, fields={"a.flag": True, "b.text": "ü"}).write(tmp_path / "m.gguf")
+        package, file = GGUFReader(path), GGUFFile(path)
+        assert file.fields.keys() == package.fields.keys()
+        for name, field in package.fields.items():
+            assert file.fields[name].contents() == field.contents(), name
 
 
 def test_scales_stay_in_the_file(tmp_path: Path) -> None:
