@@ -20,7 +20,7 @@ import numpy as np
 
 from flashmem.base.errors import BundleError
 from flashmem.program.program import Program
-from flashmem.program.tensors import HostEmbeddingLookup, panel_bytes
+from flashmem.program.tensors import HostEmbeddingLookup
 
 Checksum = int
 TABLE_BLOCK = 64 << 10
@@ -88,7 +88,7 @@ def table_blocks(lookup: HostEmbeddingLookup) -> list[ChecksummedRange]:
 def table_end(lookup: HostEmbeddingLookup) -> int:
     """The offset in the weight file at which a table ends."""
     panels = -(-lookup.rows // lookup.panel)
-    return lookup.offset + (panels - 1) * lookup.row_stride + panel_bytes(lookup)
+    return lookup.offset + (panels - 1) * lookup.row_stride + lookup.panel_bytes
 
 
 def pack_checksums(

@@ -13,7 +13,7 @@ from typing import Any
 
 from flashmem.base.types import DEFAULT_PAGE, ITEMSIZE, MemoryPath, Precision
 from flashmem.program.launches import Arg, Joined, KernelShape, Launch, LaunchOrder, SteadyLaunch, first_and_last
-from flashmem.program.tensors import HostEmbeddingLookup, Port, Slice, State, Tensor, array_bytes, panel_bytes
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Slice, State, Tensor, array_bytes
 
 
 @dataclass(frozen=True)
@@ -171,5 +171,5 @@ def scratch_bytes(program: Program) -> int:
     sizes = {tensor.name: ITEMSIZE[tensor.dtype] * math.prod(tensor.shape) for tensor in program.tensors}
     ports = [port for port in (*program.inputs, *program.outputs) if port.tensor and port.dtype != tensors[port.tensor].dtype]
     converted = [ITEMSIZE[tensors[str(port.tensor)].dtype] * math.prod(port.shape) for port in ports]
-    gathered = [sizes[g.tensor] + panel_bytes(g) for g in program.host_embeddings]
+    gathered = [sizes[g.tensor] + g.panel_bytes for g in program.host_embeddings]
     return max(converted + gathered, default=0)

@@ -95,7 +95,7 @@ class State:
     tensor: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostEmbeddingLookup:
     """An embedding lookup on the host: rows of a table, selected by the input `indices`. Only the selected rows are read.
 
@@ -116,6 +116,14 @@ class HostEmbeddingLookup:
     dtype: TableType
     panel: int = 1
 
+    @functools.cached_property
+    def panel_bytes(self) -> int:
+        """Bytes from the first element of a panel of rows to the end of its last one, the unit of a read."""
+        if self.dtype.endswith("int4"):
+            return -(-self.columns // 2)
+        itemsize = {"float32": 4, "float16": 2}.get(self.dtype, 1)
+        return (self.columns - 1) * self.column_stride + self.panel * itemsize
+
 
 def port_dtype(port: Port | State) -> DType:
     """The element type in which the device computes with a port or a state. The type in memory is the `dtype` of its tensor.
@@ -130,14 +138,6 @@ def port_dtype(port: Port | State) -> DType:
             found: DType = dtype
             return found
     raise ValueError(f"port {port.name!r} has the unknown dtype {port.dtype!r}")
-
-
-def panel_bytes(lookup: HostEmbeddingLookup) -> int:
-    """Bytes from the first element of a panel of rows to the end of its last one, the unit of a read."""
-    if lookup.dtype.endswith("int4"):
-        return -(-lookup.columns // 2)
-    itemsize = {"float32": 4, "float16": 2}.get(lookup.dtype, 1)
-    return (lookup.columns - 1) * lookup.column_stride + lookup.panel * itemsize
 
 
 def array_bytes(port: Port) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 
 from flashmem.base.errors import UserError
 from flashmem.request.description import Converted, OptionSet, choice, option
 from flashmem.request.kinds import Flag, Numeric, Several, Size
 from flashmem.schedule.objectives import AUTO, FIRST, KINDS
-from flashmem.schedule.plan import Strategy, Units
+from flashmem.schedule.plan import SolverChoice, Strategy, Units
 
 Bytes = Converted[int | str | None, int | None]
 """A field that is given as a size in words or in bytes, and kept in bytes."""
@@ -118,10 +119,30 @@ class Limits(OptionSet):
         group=PLAN,
     )
 
+    solver: SolverChoice = option(
+        "Which solver may search where a plan has a gap.",
+        default="auto",
+        kind=choice(SolverChoice),
+        doc='"dp": the dynamic program of the paper\'s objective alone. "cp-sat": then OR-tools: CP-SAT for this objective, '
+        'linear programs for the bound within an average of memory. "auto": "cp-sat" where OR-tools is installed; a phone has '
+        "none.",
+        group=PLAN,
+    )
+    solve_seconds: float | None = option(
+        "Limit on each search by a solver.",
+        default=None,
+        kind=Numeric("SECONDS", float, 0, hint="leave it out for the default"),
+        doc="the most seconds of each search by a solver: by default 5 for the paper's objective, and 2 for a bound.",
+        shown="5; 2 for a bound",
+        group=PLAN,
+    )
+
     def check(self) -> None:
         """Raise UserError for two limits of which one gives the other."""
         if self.budget is not None and self.m_peak is not None:
             raise UserError("budget and M_peak cannot both be given: M_peak is derived from the budget; leave one out")
+        if self.solver == "cp-sat" and importlib.util.find_spec("ortools") is None:
+            raise UserError("solver cp-sat needs ortools; install flashmem with its `compile` extra, or give auto")
 
     @property
     def resolved_objective(self) -> str:

@@ -33,6 +33,16 @@ Status = Literal["optimal", "optimal-for-resident-set", "bounded", "heuristic"]
 BoundScope = Literal["problem", "resident-set"]
 """The plans that a bound holds for, within the given limits on memory: all of them, or those with the same W."""
 
+Solver = Literal["none", "dynamic-program", "cp-sat", "linear-program"]
+"""The last solver that searched for a plan or for a bound.
+
+The dynamic program of the paper's objective, then CP-SAT where that leaves a gap; or the linear programs of a limit on average
+memory. Where OR-tools is not installed, as on a phone, only the first.
+"""
+
+SolverChoice = Literal["auto", "dp", "cp-sat"]
+"""The solvers that a user permits."""
+
 Tier = Literal["dynamic-program", "cp-sat", "soft-threshold", "incremental-preload", "greedy"]
 Strategy = Literal["stream", "on-demand", "always-next", "next-operator", "same-op", "resident-first"]
 """The planner ("stream"), or the baseline for comparison (planning/baselines.py), that was asked for."""
@@ -203,6 +213,7 @@ class OverlapPlan:
     `objective_kind`. `bound` is proven for the plans of `bound_scope`, within the given limits: lambda, and `bound_within`
     bytes in flight, None for any. `gap` = (objective - bound) / max(|objective|, 1e-9). `expected_slowdown` is predicted
     latency over the latency with no memory limit, minus 1. `m_peak_given`: M_peak as the user gave it; it does not limit W.
+    `average_within`: the bytes of pages that lambda permits on average beside W, in mode `map`.
     """
 
     objective_kind: str
@@ -230,6 +241,8 @@ class OverlapPlan:
     shares_memory: bool = True  # host and device, of the plan's device
     bound_within: int | None = None
     m_peak_given: int | None = None
+    average_within: int | None = None
+    solver: Solver = "none"
 
     @property
     def kind(self) -> ObjectiveKind:

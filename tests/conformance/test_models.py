@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 import flashmem
 from flashmem.base.errors import BudgetError
-from flashmem.program.tensors import panel_bytes
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from tests.support.compared import require_right
@@ -161,10 +160,10 @@ def test_a_tied_table_of_large_panels_is_stored_by_rows_too(tmp_path: Path, monk
     model = DATA / "gptneo-tiny-tied.onnx"
     shared = flashmem.compile(model, tmp_path / "shared.flashmem", memory_path="buffer")
     (before,) = shared.program.host_embeddings
-    monkeypatch.setattr("flashmem.compiler.lowering.host_embedding.MOST_PANEL_BYTES", panel_bytes(before) - 1)
+    monkeypatch.setattr("flashmem.compiler.lowering.host_embedding.MOST_PANEL_BYTES", before.panel_bytes - 1)
     bundle = flashmem.compile(model, tmp_path / "rows.flashmem", memory_path="buffer")
     (lookup,) = bundle.program.host_embeddings
-    assert before.panel > 1 == lookup.panel and panel_bytes(lookup) < panel_bytes(before)
+    assert before.panel > 1 == lookup.panel and lookup.panel_bytes < before.panel_bytes
     assert not any(part.offset <= lookup.offset < part.offset + part.nbytes for part in bundle.program.slices)
     inputs = examples(model.stem)
     with flashmem.Session(bundle) as session, flashmem.Session(shared) as other:

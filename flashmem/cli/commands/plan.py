@@ -288,7 +288,7 @@ def _print(shown: Shown, show_all: bool) -> None:
         "model": f"{shown.title}, for {shown.device} on the {shown.program.memory_path} path",
         "plan": plan.proof,
         "objective": value,
-        "made by": f"{_maker(plan)} in {plan.solve_seconds:.2f} s; C0-C3 checked",
+        "made by": f"{_maker(plan)} in {plan.solve_seconds:.2f} s, solver {plan.solver}; C0-C3 checked",
         "kernels": f"{len({launch.kernel for launch in shown.program.launches})} different ones in {len(rows)} launches",
         "weights": f"{format_size(total)} in {len(plan.weights)} slices, {format_size(preloaded)} of them preloaded "
         f"({plan.preload_ratio:.1%} of the bytes)",

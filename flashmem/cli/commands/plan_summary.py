@@ -21,6 +21,7 @@ def summary(plan: OverlapPlan, program: Program) -> dict[str, Any]:
         "gap": plan.gap,
         "tier": plan.tier,
         "member": plan.member,
+        "solver": plan.solver,
         "preload_ratio": plan.preload_ratio,
         "resident_bytes": plan.resident_bytes,
         "passes_m_peak": plan.passes_m_peak,

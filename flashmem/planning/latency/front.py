@@ -9,7 +9,7 @@ of the ladder that fits a smaller limit too is found under it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from flashmem.planning.arithmetic.clock import clock_of
@@ -35,22 +35,24 @@ def average_of(instance: Instance, plan: OverlapPlan) -> int:
     return average_bytes(instance, releases, moves, clock_of(instance, releases, moves))
 
 
-def rungs(instance: Instance, preload: Collection[str]) -> Iterator[OverlapPlan]:
-    """Plans with W = `preload` for limits on the bytes in flight, from all that a plan can use to the least."""
+def rungs(instance: Instance, preload: Collection[str]) -> Iterator[tuple[int, OverlapPlan]]:
+    """Limits on the bytes in flight, from all that a plan can use to the least, and the plan for each with W = `preload`."""
     copies = instance.transfer.places_in_flight
     smallest, _ = smallest_m_peak(instance, preload)
-
-    def make(m_peak: int) -> OverlapPlan:
-        return first_plan(replace(instance, m_peak=max(1, m_peak)), preload, quick=True)
-
-    roomy = make(max(smallest, copies * sum(w.nbytes for w in instance.weights)))
-    yield roomy
+    everything = max(smallest, copies * sum(w.nbytes for w in instance.weights))
+    roomy = _inside(instance, preload, everything)
     moves = {w.name: w.moves for w in roomy.weights if not w.preload}
     most = int(held_bytes(instance, {w.name: w.read_layer for w in roomy.weights}, moves).max(initial=0))
+    yield max(smallest, most), roomy
     count = len(instance.weights)
     steps = next(steps for most_weights, steps in _STEPS if count <= most_weights)
-    if most > smallest:
-        yield from (make(most - (most - smallest) * step // steps) for step in range(1, steps + 1))
+    for step in range(1, steps + 1 if most > smallest else 1):
+        limit = most - (most - smallest) * step // steps
+        yield limit, _inside(instance, preload, limit)
+
+
+def _inside(instance: Instance, preload: Collection[str], limit: int) -> OverlapPlan:
+    return first_plan(replace(instance, m_peak=max(1, limit)), preload, quick=True)
 
 
 _STEPS = ((64, 20), (1500, 10), (1 << 62, 4))
@@ -66,7 +68,7 @@ def sooner(instance: Instance, plan: OverlapPlan, fits: Fits) -> OverlapPlan:
         return plan
     plans = rungs(instance, forced_preload(instance, plan.asked))
     tried = plans if len(instance.weights) <= _STEPS[0][0] else islice(plans, 1)
-    faster = (each for each in tried if each.objective < plan.objective and fits(each))
+    faster = (each for _, each in tried if each.objective < plan.objective and fits(each))
     return min(faster, key=lambda each: each.objective, default=plan)
 
 
@@ -78,19 +80,53 @@ def leaner(
     `fastest` has large slices in W if the limits need that; then the others have them too. `roomiest`: the instance with the
     largest M_peak that any plan with the W of a plan can have. The bound holds within the part of it that lambda permits.
     """
-    plans = [plan for plan in rungs(instance, forced_preload(instance, fastest.asked)) if fits(plan)]
-    if not plans:
-        resident = {w.name for w in fastest.weights if w.preload}
-        plans = [replace(plan, asked=fastest.asked) for plan in rungs(instance, resident) if fits(plan)]
-    averages = {id(plan): average_of(instance, plan) for plan in (fastest, *plans)}
-    smallest = min(averages.values())
-    allowed = smallest + int((averages[id(fastest)] - smallest) * (1 - lambda_))
-    permitted = [plan for plan in (fastest, *plans) if averages[id(plan)] <= allowed]
-    chosen = min(permitted, key=lambda plan: (plan.objective, averages[id(plan)]))
+    preload: Collection[str] = forced_preload(instance, fastest.asked)
+    found = [_Rung(limit, plan, average_of(instance, plan)) for limit, plan in rungs(instance, preload) if fits(plan)]
+    if not found:
+        preload = {w.name for w in fastest.weights if w.preload}
+        found = [_Rung(limit, plan, average_of(instance, plan)) for limit, plan in rungs(instance, preload) if fits(plan)]
+    first = _Rung(fastest.m_peak, fastest, average_of(instance, fastest))
+    smallest = min(each.average for each in (first, *found))
+    allowed = smallest + int((first.average - smallest) * (1 - lambda_))
+    permitted = [each for each in (first, *found) if each.average <= allowed]
+    best = min(permitted, key=_Rung.order)
+    above = [each for each in (first, *found) if each.average > allowed]
+    between = [] if not above else _between(instance, preload, best, min(above, key=lambda each: each.average), fits)
+    chosen = min((best, *(each for each in between if each.average <= allowed)), key=_Rung.order).plan
+    chosen = replace(chosen, asked=fastest.asked)
     inside = roomiest(chosen)
-    if (
-        not instance.transfer.by_pages
-    ):  # places are always allocated, so the average limits the bytes in flight; that of pages does not
-        resident_bytes = sum(w.nbytes for w in chosen.weights if w.preload)
-        inside = replace(inside, m_peak=min(inside.m_peak, allowed - resident_bytes))
-    return judged(inside, replace(chosen, lambda_=lambda_))
+    by_pages = instance.transfer.by_pages
+    room = allowed - chosen.resident_bytes
+    if not by_pages:  # places are always allocated, so the average limits the bytes in flight; that of pages does not
+        inside = replace(inside, m_peak=min(inside.m_peak, room))
+    return judged(inside, replace(chosen, lambda_=lambda_, average_within=room if by_pages else None))
+
+
+@dataclass(frozen=True)
+class _Rung:
+    """A plan of the ladder: the limit it was made in, and its average."""
+
+    limit: int
+    plan: OverlapPlan
+    average: int
+
+    def order(self) -> tuple[float, int]:
+        return self.plan.objective, self.average
+
+
+def _between(instance: Instance, preload: Collection[str], below: _Rung, above: _Rung, fits: Fits) -> list[_Rung]:
+    """Rungs between two of the ladder that are neighbours in memory.
+
+    They are no faster than the one above, so that they keep the order of the ladder.
+    """
+    found = []
+    for step in range(1, _BETWEEN):
+        limit = below.limit + (above.limit - below.limit) * step // _BETWEEN
+        plan = _inside(instance, preload, limit)
+        if plan.objective >= above.plan.objective and fits(plan):
+            found.append(_Rung(limit, plan, average_of(instance, plan)))
+    return found
+
+
+_BETWEEN = 8
+"""The parts into which the memory between two rungs is divided for a plan at lambda."""

@@ -6,11 +6,10 @@ The wheel for phones omits this module: plans of this objective serve to compare
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashmem.base.errors import BudgetError
-from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.baselines import operators_of
 from flashmem.planning.latency.first_answer import smallest_m_peak
 from flashmem.planning.memory.layout import lay_out_pools
@@ -18,9 +17,9 @@ from flashmem.planning.objectives.objective import Objective
 from flashmem.planning.opg.lc_opg import ReadAhead, proven_bound, solve
 from flashmem.planning.portfolio import fastest_within
 from flashmem.planning.problem import Problem
-from flashmem.schedule.instance import Instance
+from flashmem.request.limits import Limits
 from flashmem.schedule.objectives import PAPER, ObjectiveKind
-from flashmem.schedule.plan import OverlapPlan, Units
+from flashmem.schedule.plan import OverlapPlan
 
 
 class WeightedSum(Objective):
@@ -37,9 +36,7 @@ class WeightedSum(Objective):
         if limits.budget is not None:
             return paper_plan_within(problem, preload)
         limited = limits.m_peak is not None
-        return paper_plan_inside(
-            problem.instance, preload, limits.resolved_lambda, limits.units, problem.in_flight, limited=limited
-        )
+        return paper_plan_inside(problem, preload, limited=limited)
 
     def completed(self, problem: Problem, plan: OverlapPlan, soonest: float) -> OverlapPlan:
         """`plan` with early reads. One for another objective, which replaced this one, does not change."""
@@ -54,15 +51,40 @@ class WeightedSum(Objective):
         yield from sizes
 
 
-def paper_plan_inside(
-    instance: Instance, preload: frozenset[str], lambda_: float, units: Units, in_flight: Measure, *, limited: bool
-) -> OverlapPlan:
+@dataclass(frozen=True)
+class _Search:
+    """How long a solver may search, and with how many threads CP-SAT; 0 for none."""
+
+    first: float
+    again: float
+    each: float
+    workers: int
+
+    @classmethod
+    def of(cls, limits: Limits) -> _Search:
+        """The search that `limits` ask for: others than the first have a part of its time."""
+        first = _SECONDS if limits.solve_seconds is None else limits.solve_seconds
+        return cls(first, 0.4 * first, 0.8 * first, 0 if limits.solver == "dp" else _WORKERS)
+
+
+_SECONDS = 5.0
+"""The most seconds of one search, if the user gives no other number."""
+
+_WORKERS = 2
+"""Threads of CP-SAT."""
+
+
+def paper_plan_inside(problem: Problem, preload: frozenset[str], *, limited: bool) -> OverlapPlan:
     """The paper's plan whose layout, with padding and staging, needs at most M_peak. No read starts before its first move.
 
     Raises:
         BudgetError: no plan fits; the error names the bytes of the smallest plan.
     """
-    plan = solve(instance, lambda_=lambda_, preload=preload, units=units, time_limit=_SECONDS_FIRST, ahead=False)
+    instance, in_flight, search = problem.instance, problem.in_flight, _Search.of(problem.limits)
+    lambda_, units = problem.limits.resolved_lambda, problem.limits.units
+    plan = solve(
+        instance, lambda_=lambda_, preload=preload, units=units, time_limit=search.first, workers=search.workers, ahead=False
+    )
     least = in_flight(plan)
     if not limited or least <= instance.m_peak:
         return plan
@@ -70,7 +92,7 @@ def paper_plan_inside(
         try:
             smaller = solve(
                 replace(instance, m_peak=int(instance.m_peak * share)), lambda_=lambda_, preload=preload,
-                time_limit=_SECONDS_AGAIN, units=units, ahead=False,
+                time_limit=search.again, workers=search.workers, units=units, ahead=False,
             )  # fmt: skip
         except BudgetError:
             break
@@ -90,6 +112,7 @@ def paper_plan_within(problem: Problem, preload: frozenset[str]) -> OverlapPlan:
     """The paper's objective under a budget: W and M_peak share the budget, with the largest share for M_peak that works."""
     instance, limits, in_all, fixed = problem.instance, problem.limits, problem.in_all, problem.fixed
     assert limits.budget is not None
+    search = _Search.of(limits)
     smallest, _ = smallest_m_peak(instance, preload)
     for share in _SHARES:
         m_peak = max(smallest, int(limits.budget * share))
@@ -97,7 +120,8 @@ def paper_plan_within(problem: Problem, preload: frozenset[str]) -> OverlapPlan:
             replace(instance, m_peak=m_peak),
             lambda_=limits.resolved_lambda,
             preload=preload,
-            time_limit=_SECONDS_EACH,
+            time_limit=search.each,
+            workers=search.workers,
             preload_limit=max(0, limits.budget - m_peak),
             units=limits.units,
             ahead=False,
@@ -107,7 +131,7 @@ def paper_plan_within(problem: Problem, preload: frozenset[str]) -> OverlapPlan:
             # whole budget for W and the whole budget for bytes in flight.
             room = max(m_peak, limits.budget - fixed)
             roomy = replace(instance, m_peak=room)
-            bound = proven_bound(roomy, preload, limits.resolved_lambda, room, limits.units, _SECONDS_EACH)
+            bound = proven_bound(roomy, preload, limits.resolved_lambda, room, limits.units, search.each)
             return replace(plan, bound=min(bound, plan.objective))
     # The other planner knows the smallest budget, or finds a plan between the shares tried above.
     plan = fastest_within(instance, operators_of(problem.program), limits.budget, in_all, preload, fixed=fixed)
@@ -153,8 +177,4 @@ _READ_AHEAD = (0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.0)
 """Parts of the free memory to try for early reads; the padding of a layout needs the rest."""
 
 _SHARES = (0.9, 0.8, 0.65, 0.5, 0.35, 0.2, 0.1)
-_SECONDS_EACH = 4.0
-
-_SECONDS_FIRST, _SECONDS_AGAIN = 5.0, 2.0
-
 OBJECTIVE: Objective = WeightedSum()

@@ -27,7 +27,7 @@ from flashmem.planning.opg.preload_dp import choose_preload
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.objectives import PAPER
-from flashmem.schedule.plan import OverlapPlan, Tier, Units
+from flashmem.schedule.plan import OverlapPlan, Solver, Tier, Units
 
 
 def solve(
@@ -87,7 +87,12 @@ def _solve_paper(
     paper: PaperInstance, asked: frozenset[str], lambda_: float, units: Units, time_limit: float, workers: int
 ) -> OverlapPlan:
     started = time.monotonic()
-    decision, bound, tier = _keeping_capacities(paper, started + time_limit, workers) if time_limit > 0 else (None, 0, None)
+    solver: Solver = "none"
+    decision: Decision | None = None
+    tier: Tier | None = None
+    bound = 0
+    if time_limit > 0:
+        decision, bound, tier, solver = _keeping_capacities(paper, started + time_limit, workers)
     if decision is None or tier is None:
         decision, tier, bound = paper.fallback()
     instance = paper.instance
@@ -97,13 +102,15 @@ def _solve_paper(
     if units == "share":
         chunks, distances = max(1, sum(paper.chunks.values())), max(1, len(instance.layers) * len(instance.weights))
         objective = lambda_ * preloaded / chunks + (1 - lambda_) * distance / distances
+    missing = solver == "dynamic-program" and workers and decision.cost > bound
+    notes = ("OR-tools is not installed: CP-SAT did not search the gap",) if missing else ()
     releases = {name: 0 if name in decision.preload else parts[0][0] for name, parts in decision.moves.items()}
     plan = assemble(
         instance, decision.preload, releases, decision.moves, kind=PAPER, lambda_=lambda_,
         objective=objective, bound=objective if bound >= decision.cost else min(objective, bound / paper.scale),
-        bound_scope="problem", tier=tier, started=started, notes=(), base=paper.forced, asked=asked,
+        bound_scope="problem", tier=tier, started=started, notes=notes, base=paper.forced, asked=asked,
     )  # fmt: skip
-    return replace(plan, units=units)
+    return replace(plan, units=units, solver=solver)
 
 
 class ReadAhead:
@@ -123,19 +130,19 @@ class ReadAhead:
         return replace(self._plan, weights=weights, expected_slowdown=slowdown(clock.seconds, self._fastest))
 
 
-def _keeping_capacities(paper: PaperInstance, deadline: float, workers: int) -> tuple[Decision | None, int, Tier | None]:
-    """The best plan of the tiers that keep every C_l, a proven bound on its cost, and the tier that found it."""
+def _keeping_capacities(
+    paper: PaperInstance, deadline: float, workers: int
+) -> tuple[Decision | None, int, Tier | None, Solver]:
+    """The best plan of the tiers that keep every C_l, a proven bound on its cost, its tier, and the last solver."""
     # If the walk cannot finish, CP-SAT gets half of the time.
     best, bound = choose_preload(paper, 0.5 * (time.monotonic() + deadline))
-    if best is not None and best.cost <= bound:
-        return best, bound, "dynamic-program"
-    if not workers:
-        return best, bound, "dynamic-program"
+    if (best is not None and best.cost <= bound) or not workers:
+        return best, bound, "dynamic-program", "dynamic-program"
     try:
         from flashmem.planning.opg.cp_sat import CpSat
     except ModuleNotFoundError as error:
         if best is not None:
-            return best, bound, "dynamic-program"
+            return best, bound, "dynamic-program", "dynamic-program"
         raise UserError(f"this plan needs {error.name}; install flashmem with its `compile` or `desktop` extra") from error
     improved, bound = CpSat(paper, deadline, workers).improve(best, bound)
-    return improved, bound, "dynamic-program" if improved is best else "cp-sat"
+    return improved, bound, "dynamic-program" if improved is best else "cp-sat", "cp-sat"

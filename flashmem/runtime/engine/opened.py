@@ -80,6 +80,7 @@ class OpenedBundle:
             program_on(bundle.program, device), bundle.source, bundle.descriptor, device.compute_units
         )
         self.bundle, self.program, self.source, self.mode, self.lanes = bundle, program, source, mode, lanes
+        self.transfer: TransferKind = MODES[mode]
         self.tier = tier
         self._device, self._verify_weights = device, verify_weights
         self.uses_host_memory = uses_host_memory(device)
@@ -95,11 +96,6 @@ class OpenedBundle:
             CheckedTable(self.file, table_blocks(gather), values) if verify_weights else self.file
             for gather, values in zip(program.host_embeddings, bundle.checksums.tables, strict=True)
         ]
-
-    @property
-    def transfer(self) -> TransferKind:
-        """What its transfer mode is."""
-        return MODES[self.mode]
 
     def variant(self, bundle: Bundle) -> OpenedBundle:
         """Another shape variant of the bundle, opened with the same file."""

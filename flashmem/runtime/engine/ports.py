@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import StoredType
 from flashmem.bundle.shape_variants import which_fits
-from flashmem.program.tensors import ONNX_NAMES, HostEmbeddingLookup, Port, State, Tensor, numpy_dtype, panel_bytes
+from flashmem.program.tensors import ONNX_NAMES, HostEmbeddingLookup, Port, State, Tensor, numpy_dtype
 from flashmem.runtime.engine.given_arrays import Input, described
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.streaming.weight_file import Reader
@@ -158,7 +158,7 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
     nibbles = gather.dtype.endswith("int4")
     dtype = np.dtype(gather.dtype.replace("int4", "int8"))
     result = np.empty((wrapped.size, gather.columns), np.dtype(stored))
-    span = panel_bytes(gather)
+    span = gather.panel_bytes
     panels, at, group = np.unique(wrapped // gather.panel, return_index=True, return_inverse=True)
     places = (gather.offset + panels * gather.row_stride).tolist()
     if not nibbles and dtype == result.dtype and span == dtype.itemsize * gather.columns:  # each row as it is stored

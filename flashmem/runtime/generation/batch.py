@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from queue import SimpleQueue
-from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -33,7 +32,7 @@ from flashmem.request.description import initialised_by
 from flashmem.request.opening import GeneratorCall, SessionRequest
 from flashmem.runtime.generation.candidates import Candidates, rows_of
 from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
-from flashmem.runtime.generation.language_session import language_of, rows_in
+from flashmem.runtime.generation.language_session import language_of, rows_in, shared_prefix
 from flashmem.runtime.generation.options import TextOptions, TextRequest
 from flashmem.runtime.generation.prompts import Prompt, tokens_of
 from flashmem.runtime.generation.tokenizer import Tokenizer
@@ -45,44 +44,47 @@ Piece = str | Exception | None
 
 
 class _Request:
-    """A request: its tokens, of which `read` are in the cache of its row, and what its client gets.
+    """A request: its text, of whose tokens `read` are in the cache of its row, and what its client gets.
 
-    `reused`: tokens of an earlier prompt that it need not read. `deliver` gets what else is in `pieces`.
+    `deliver` gets what else is in `pieces`.
     """
 
-    def __init__(self, tokens: Sequence[int], made: GeneratedText, deliver: Callable[[Piece], None] | None = None) -> None:
-        self.tokens, self.made, self.prompt, self.read, self.reused = list(tokens), made, len(tokens), 0, 0
+    def __init__(self, made: GeneratedText, deliver: Callable[[Piece], None] | None = None) -> None:
+        self.made, self.read = made, 0
         self.pieces: SimpleQueue[Piece] = SimpleQueue()
         self.put = deliver or self.pieces.put
         self.is_cancelled = False
         self.report: GenerationReport | None = None
-        self._begun, self._first, self._last, self._nbytes = perf_counter(), 0.0, 0.0, 0
+
+    @property
+    def unread(self) -> int:
+        """How many tokens runs have to read."""
+        return len(self.made.tokens) - self.read
 
     @property
     def reads_prompt(self) -> bool:
         """Whether the next run for it reads several tokens."""
-        return len(self.tokens) - self.read > 1 and len(self.tokens) >= BATCH_TOKENS
+        return self.unread > 1 and len(self.made.tokens) >= BATCH_TOKENS
 
     def next_tokens(self, count: int) -> tuple[int, list[int]]:
         """The tokens of its next run, and the place of the first; some are read again where fewer are left."""
-        start = min(self.read, len(self.tokens) - count)
-        return start, self.tokens[start : start + count]
+        start = min(self.read, len(self.made.tokens) - count)
+        return start, self.made.tokens[start : start + count]
 
     def reusable(self, kept: Sequence[int]) -> int:
         """How many of the tokens `kept` in a row it need not read: whole runs of its own, but for the last token."""
-        pairs = zip(self.tokens[:-1], kept, strict=False)
-        same = next((at for at, (new, old) in enumerate(pairs) if new != old), min(len(self.tokens) - 1, len(kept)))
-        return same // BATCH_TOKENS * BATCH_TOKENS
+        return shared_prefix(self.made.tokens[:-1], kept) // BATCH_TOKENS * BATCH_TOKENS
 
     def reuse(self, count: int) -> None:
         """Begin with `count` tokens in the cache."""
-        self.read = self.reused = count
+        self.read = self.made.reused = count
 
     def left_behind(self) -> list[int]:
         """What it leaves for others: the tokens that runs from a multiple of `BATCH_TOKENS` on have read, and no later one."""
-        rest = self.prompt % BATCH_TOKENS
-        whole = self.prompt - rest - (BATCH_TOKENS if rest > 1 else 0)  # the last run reads some tokens of the one before again
-        return self.tokens[: max(0, min(whole, self.read // BATCH_TOKENS * BATCH_TOKENS))]
+        prompt = self.made.prompt
+        rest = prompt % BATCH_TOKENS
+        whole = prompt - rest - (BATCH_TOKENS if rest > 1 else 0)  # the last run reads some tokens of the one before again
+        return self.made.tokens[: max(0, min(whole, self.read // BATCH_TOKENS * BATCH_TOKENS))]
 
     def cancel(self) -> None:
         """Ask for its end; from any thread. Who waits for a piece gets the end."""
@@ -91,46 +93,24 @@ class _Request:
 
     def follow(self, candidates: Candidates, nbytes: int, peak_bytes: int) -> bool:
         """Choose the next token, after a run that loaded `nbytes`; returns whether the request has ended."""
+        made = self.made
         try:
-            token, text = self.made.choose(candidates, self.tokens)
+            text = made.follow(candidates, nbytes)
         except RunError as error:
             self.fail(error)
             return True
-        now = perf_counter()
-        if self.made.count <= 1:
-            self._first = now
-        else:
-            self._nbytes += nbytes
-        self._last = now
         if text:
             self.put(text)
-        if self.made.is_over:
-            self._end(peak_bytes)
-            return True
-        self.tokens.append(token)
-        return False
+        if made.is_over:
+            if text := made.rest():
+                self.put(text)
+            self.report = made.report(peak_bytes)
+            self.put(None)
+        return made.is_over
 
     def fail(self, error: Exception) -> None:
         """End with an error."""
         self.put(error)
-
-    def _end(self, peak_bytes: int) -> None:
-        if text := self.made.rest():
-            self.put(text)
-        count, later = self.made.count, max(1, self.made.count - 1)
-        self.report = GenerationReport(
-            prompt=self.prompt,
-            reused=self.reused,
-            tokens=count,
-            first_seconds=self._first - self._begun,
-            token_seconds=(self._last - self._first) / later if count > 1 else 0.0,
-            token_bytes=self._nbytes // later,
-            drafted=0,
-            accepted=0,
-            peak_bytes=peak_bytes,
-            ended=self.made.ended,
-        )
-        self.put(None)
 
 
 class Generation:
@@ -226,7 +206,7 @@ class BatchGenerator:
         """
         wanted = TextRequest.resolved(self.language.sampling, **options)
         tokens = self.tokens_of(prompt, wanted.template_arguments)
-        request = _Request(tokens, GeneratedText(self.language, self.tokenizer, wanted), deliver)
+        request = _Request(GeneratedText(self.language, self.tokenizer, wanted, tokens), deliver)
         with held_back(), self._lock:
             if self._is_closed:
                 raise RunError("the generator is closed; open a new one")
@@ -333,8 +313,5 @@ class BatchGenerator:
         return [
             request
             for request, candidates in zip(rows, found, strict=True)
-            if request is not None
-            and request in running
-            and request.read == len(request.tokens)
-            and request.follow(candidates, nbytes, peak)
+            if request is not None and request in running and not request.unread and request.follow(candidates, nbytes, peak)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 from flashmem.bundle.language import Language
 from flashmem.runtime.generation.candidates import Candidates
@@ -37,35 +38,79 @@ class GenerationReport:
 
 
 class GeneratedText:
-    """The text after a prompt, token by token.
+    """The text after a prompt, token by token, and what it took.
 
-    `count`: tokens so far. `is_over`: no further token is needed. `ended`: by the model, or at a stop text. `summed_at`: see
-    `Sampler`.
+    Attributes:
+        tokens: of the prompt, then those generated; the next run reads the last one.
+        prompt: the number of tokens of the prompt.
+        reused: how many of these were in the cache; set it.
+        count: tokens generated so far.
+        is_over: no further token is needed.
+        ended: by the model, or at a stop text.
+        summed_at: see `Sampler`.
     """
 
-    def __init__(self, language: Language, tokenizer: Tokenizer, request: TextRequest) -> None:
+    def __init__(self, language: Language, tokenizer: Tokenizer, request: TextRequest, prompt: Sequence[int]) -> None:
         self._language, self._tokenizer, self._most = language, tokenizer, request.max_new_tokens
         self._sampler, self._stops = Sampler(request.sampling), Stops(request.stop)
         self._text_of = codecs.getincrementaldecoder("utf-8")("replace")
         self.summed_at = self._sampler.summed_at
+        self.tokens, self.prompt, self.reused = list(prompt), len(prompt), 0
         self.count, self.is_over, self.ended = 0, False, False
+        self._first_seconds = self._later_seconds = 0.0
+        self._later_bytes = 0
+        self.resume()
 
-    def choose(self, candidates: Candidates, cached: Sequence[int]) -> tuple[int, str]:
-        """Choose the next token after the tokens `cached`; returns it, and the text that can be shown now.
+    def resume(self) -> None:
+        """Count time from now on: what was before is not of this text, nor of its last token."""
+        self._since = perf_counter()
+
+    def follow(self, candidates: Candidates, nbytes: int) -> str:
+        """Choose the next token, after runs that loaded `nbytes` for it; returns the text that can be shown now.
 
         Raises:
             RunError: the logits are not numbers, or cannot be read.
         """
-        token = self._sampler.choose(candidates, cached)
+        token = self._sampler.choose(candidates, self.tokens)
+        text = self._shown(token)
+        seconds = perf_counter() - self._since
+        if self.count <= 1:
+            self._first_seconds = seconds
+        else:
+            self._later_seconds += seconds
+            self._later_bytes += nbytes
+        if not self.is_over:
+            self.tokens.append(token)
+        self.resume()
+        return text
+
+    def _shown(self, token: int) -> str:
+        """The text that can be shown with a chosen token."""
         if token in self._language.ends:
             self.ended = self.is_over = True
-            return token, ""
+            return ""
         self.count += 1
         text = self._stops.passed(self._text_of.decode(self._tokenizer.decode([token])))
         self.ended = self._stops.found
-        self.is_over = self.ended or len(cached) == self._language.max_length or self.count == self._most
-        return token, text
+        self.is_over = self.ended or len(self.tokens) == self._language.max_length or self.count == self._most
+        return text
 
     def rest(self) -> str:
         """The text that was held back, at the end."""
         return self._stops.rest(self._text_of.decode(b"", final=True))
+
+    def report(self, peak_bytes: int, drafted: int = 0, accepted: int = 0) -> GenerationReport:
+        """The report about it; the arguments are fields of it."""
+        later = max(1, self.count - 1)
+        return GenerationReport(
+            prompt=self.prompt,
+            reused=self.reused,
+            tokens=self.count,
+            first_seconds=self._first_seconds,
+            token_seconds=self._later_seconds / later,
+            token_bytes=self._later_bytes // later,
+            drafted=drafted,
+            accepted=accepted,
+            peak_bytes=peak_bytes,
+            ended=self.ended,
+        )

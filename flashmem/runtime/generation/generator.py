@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from time import perf_counter
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -82,8 +81,7 @@ class Generator:
         """
         request = TextRequest.resolved(self.language.sampling, **options)
         tokens = self.tokens_of(prompt, request.template_arguments)
-        made = GeneratedText(self.language, self.tokenizer, request)
-        return self._generated(tokens, made, speculate)
+        return self._generated(GeneratedText(self.language, self.tokenizer, request, tokens), speculate)
 
     def tokens_of(self, prompt: Prompt, template_arguments: Mapping[str, Any] | None = None) -> list[int]:
         """The tokens of a prompt, as `generate` reads them. Raises UserError."""
@@ -110,34 +108,32 @@ class Generator:
         model.cached, messages = read_conversation(Path(path), model_key(model.bundle), length, model.session)
         return messages
 
-    def _generated(self, tokens: list[int], made: GeneratedText, speculate: bool) -> Iterator[str]:
-        mine = self._text = object()
-        begun, seconds = perf_counter(), 0.0
-        first, reused = 0.0, self._model.reusable(tokens)
+    def _generated(self, made: GeneratedText, speculate: bool) -> Iterator[str]:
+        mine, model = object(), self._model
+        self._text = mine
+        made.resume()
+        made.reused = model.reusable(made.tokens)
         drafters: list[Drafter] = [Lookup(), *([DraftModel(self._draft)] if self._draft is not None else [])]
-        steps = Steps(self._model, [*zip(drafters, self._payoffs, strict=False)] if speculate else [])
-        self._model.temperature = made.summed_at
+        steps = Steps(model, [*zip(drafters, self._payoffs, strict=False)] if speculate else [])
+        model.temperature = made.summed_at
         try:
-            candidates = self._model.read(tokens, reused)
-            first = perf_counter() - begun
+            candidates = model.read(made.tokens, made.reused)
             while True:
-                since = perf_counter()
-                token, text = made.choose(candidates, self._cached)
-                seconds += perf_counter() - since
-                if text:
+                if text := made.follow(candidates, steps.nbytes):
                     yield text
                     self._check_current(mine)
+                    made.resume()
                 if made.is_over:
                     break
-                since = perf_counter()
-                candidates = steps.after(token)
-                seconds += perf_counter() - since
+                candidates = steps.after(made.tokens[-1])
             if text := made.rest():
                 yield text
         finally:
             if mine is self._text:  # else a later text uses the model, and its report is `last`
                 steps.finish()
-                self._report(tokens, reused, made, steps, first, seconds)
+                run = model.session.last_run
+                peak_bytes = (run.memory.peak_bytes if run is not None else 0) + self._draft_bytes
+                self.last = made.report(peak_bytes, steps.drafted, steps.accepted)
 
     def _check_current(self, text: object) -> None:
         """Raise RunError if another text has begun."""
@@ -146,25 +142,6 @@ class Generator:
                 "another text was begun with this generator before this one had ended; end a text first, or open another "
                 "Generator (a BatchGenerator makes several at a time)"
             )
-
-    def _report(
-        self, tokens: Sequence[int], reused: int, made: GeneratedText, steps: Steps, first: float, seconds: float
-    ) -> None:
-        """Let `last` describe a text: after `first` seconds its first token was there, and its runs took `seconds`."""
-        run, count = self._model.session.last_run, made.count
-        later = max(1, count - 1)
-        self.last = GenerationReport(
-            prompt=len(tokens),
-            reused=reused,
-            tokens=count,
-            first_seconds=first,
-            token_seconds=seconds / later if count > 1 else 0.0,
-            token_bytes=steps.nbytes // later,
-            drafted=steps.drafted,
-            accepted=steps.accepted,
-            peak_bytes=(run.memory.peak_bytes if run is not None else 0) + self._draft_bytes,
-            ended=made.ended,
-        )
 
     def __enter__(self) -> Self:
         return self

@@ -51,8 +51,7 @@ class LanguageSession:
 
     def reusable(self, tokens: Sequence[int]) -> int:
         """How many tokens of a text are in the cache; the last one is read anyway, for what follows it."""
-        pairs = zip(tokens[:-1], self.cached, strict=False)
-        return next((at for at, (new, old) in enumerate(pairs) if new != old), min(len(tokens) - 1, len(self.cached)))
+        return shared_prefix(tokens[:-1], self.cached)
 
     def read(self, tokens: list[int], at: int) -> Candidates:
         """Read a text from token `at` on, in runs as long as the variants permit; returns the candidates after the last token.
@@ -91,6 +90,12 @@ class LanguageSession:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.session.close()
+
+
+def shared_prefix(tokens: Sequence[int], cached: Sequence[int]) -> int:
+    """How many of the first tokens of both are equal."""
+    pairs = zip(tokens, cached, strict=False)
+    return next((at for at, (new, old) in enumerate(pairs) if new != old), min(len(tokens), len(cached)))
 
 
 def language_of(bundle: Bundle) -> Language:

@@ -15,7 +15,8 @@ from flashmem.runtime.generation.speculation import Drafter, Payoff
 class Steps:
     """The runs after each token of a generation, some with drafts.
 
-    `nbytes`: weights that they loaded. `drafted`: tokens of drafts, of which `accepted` were right.
+    `nbytes`: weights loaded for the last token; none for a drafted one. `drafted`: tokens of drafts, of which `accepted` were
+    right.
     """
 
     def __init__(self, model: LanguageSession, drafters: Sequence[tuple[Drafter, Payoff]]) -> None:
@@ -36,6 +37,7 @@ class Steps:
             source, spent, tokens = self._check
             self._check = source, spent, tokens + 1
             self.accepted += 1
+            self.nbytes = 0
             self._model.cached.append(token)
             return self._waiting.pop(0)[1]
         self.finish()
@@ -44,7 +46,7 @@ class Steps:
         made = perf_counter()
         rows = self._model.run([token, *draft], start)
         seconds = perf_counter() - since
-        self.nbytes += self._model.loaded()
+        self.nbytes = self._model.loaded()
         before, self._checked = self._checked, payoff
         if payoff is None:
             if before is not None:

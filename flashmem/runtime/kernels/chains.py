@@ -38,6 +38,9 @@ WORTH = 0.15
 
 _ALWAYS_APART = re.compile(r"\b(?:__local|barrier|mem_fence|image2d_t|atomic_\w+|sub_group_\w+|FM_SHUFFLE|FM_TENSOR_CORES)\b")
 _WORK_ITEM = re.compile(r"\bget_(?!global_id\b)\w+\(")
+_OF_ALL = re.compile(r"\bget_(?!(?:global_id|group_id|local_id|local_size)\b)\w+\(")
+"""Functions that tell of all work-items, of which a chain has another number."""
+
 _IDS = "((d) == 0 ? chain_x : (d) == 1 ? chain_y : chain_z)"
 
 
@@ -143,6 +146,8 @@ def _fits(launch: Launch, texts: Mapping[str, str]) -> bool:
     code = code_of(texts.get(launch.kernel, ""))
     kernel = next(kernel_heads(code), None)
     if kernel is None or launch.local_size is None or _ALWAYS_APART.search(code) or "get_" in code[: kernel.start]:
+        return False
+    if _OF_ALL.search(code):
         return False
     if len(kernel.parameters.split(",")) != len(launch.args):  # a stranger's; its driver refuses the launch
         return False

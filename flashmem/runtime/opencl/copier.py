@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from flashmem.program.tensors import Slice
 from flashmem.runtime.opencl import undocumented
 from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.context import Context
@@ -151,6 +152,13 @@ class Copier:
         """A copy of `nbytes` bytes to byte `offset` of a buffer."""
         arguments = self._handle, buffer.int_ptr, 0, offset, nbytes
         return PreparedCopy("write to a buffer", self._write, arguments, self._library)
+
+    def prepare_slice(self, memory: DeviceMemory, part: Slice, first: int, nbytes: int) -> PreparedCopy:
+        """Prepare a copy of `nbytes` bytes of the slice from byte `first` on to the slice's place; of an image, whole rows."""
+        if not part.is_image:
+            return self.prepare(memory, first, nbytes)
+        pitch = part.row_pitch
+        return self.prepare_image(memory, first_row=first // pitch, width=part.width, rows=nbytes // pitch, row_pitch=pitch)
 
     def prepare_image(self, image: DeviceMemory, *, first_row: int, width: int, rows: int, row_pitch: int) -> PreparedCopy:
         """A copy of `rows` rows of `width` texels, `row_pitch` bytes apart, to an image."""

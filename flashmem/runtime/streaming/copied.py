@@ -15,7 +15,7 @@ from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.ring import MappedRing
 from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.runtime.streaming.weight_objects import WeightObjects, prepared_copy
+from flashmem.runtime.streaming.weight_objects import WeightObjects
 from flashmem.schedule.loads import Segment
 from flashmem.schedule.plan import PoolLayout
 
@@ -55,7 +55,7 @@ class MovingTransfer(ThreadedTransfer):
 
     def _home(self, part: Slice) -> Prepare:
         """Copies to the place where kernels read the slice."""
-        return partial(prepared_copy, self._copier, self.memories[part.name], part)
+        return partial(self._copier.prepare_slice, self.memories[part.name], part)
 
     def _through_ring(self, part: Slice, segment: Segment, turn: TransferLoad, prepare: Prepare) -> None:
         """Read the segment into the ring and, after its release, copy it on, piece by piece; images in whole rows.

@@ -21,7 +21,7 @@ from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.ring import PinnedRing
 from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.runtime.streaming.weight_file import WeightFile
-from flashmem.runtime.streaming.weight_objects import WeightObjects, prepared_copy
+from flashmem.runtime.streaming.weight_objects import WeightObjects
 from flashmem.schedule.loads import Load
 from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import JOINED_BYTES, SPARE_PIECES
@@ -143,7 +143,7 @@ class AheadTransfer(Transfer):
         part = load.part
         if part.name in self.staged and not load.preload:
             return self._copier.prepare(self.staged[part.name], first, nbytes)
-        return prepared_copy(self._copier, self.memories[part.name], part, first, nbytes)
+        return self._copier.prepare_slice(self.memories[part.name], part, first, nbytes)
 
     def has_read(self, read: Read, memory: Bytes, *, in_tier: bool) -> None:
         """Compare the checksum of a slice that is read, and keep it in the host tier. Raises RunError: it is damaged."""

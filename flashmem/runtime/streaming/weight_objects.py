@@ -7,7 +7,6 @@ from typing import cast
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.copier import Copier, PreparedCopy
 from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.streaming.transfer import in_pool
 from flashmem.schedule.loads import whole_words
@@ -70,11 +69,3 @@ class WeightObjects:
             return None
         offsets = {each: offset for each, (where, offset) in self._memory.place_of.items() if where == name}
         return in_pool(self._ledger, cast(Buffer, self._objects[name]), offsets, parts)
-
-
-def prepared_copy(copier: Copier, memory: DeviceMemory, part: Slice, first: int, nbytes: int) -> PreparedCopy:
-    """The copy of `nbytes` bytes of the slice from byte `first` on to the slice's place; of an image, whole rows."""
-    if not part.is_image:
-        return copier.prepare(memory, first, nbytes)
-    pitch = part.row_pitch
-    return copier.prepare_image(memory, first_row=first // pitch, width=part.width, rows=nbytes // pitch, row_pitch=pitch)

@@ -18,7 +18,7 @@ from flashmem.planning.instance import build_instance
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.program.lanes import lane_kind
 from flashmem.program.program import Program, copied_outputs, output_bytes, pinned_output_bytes, scratch_bytes
-from flashmem.program.tensors import Port, Slice, panel_bytes
+from flashmem.program.tensors import Port, Slice
 from flashmem.runtime.engine.report import HostMemoryUse
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.streaming.interleaved import CopyStream, LayerMoves, layer_moves, needed_slices
@@ -361,7 +361,7 @@ def _kernel_count(program: Program, moves: Mapping[int, LayerMoves]) -> int:
 def _gathered_bytes(program: Program) -> int:
     """The most bytes that a run reads from tables: one panel for each index, none twice."""
     shapes = {port.name: port.shape for port in program.inputs}
-    return sum(min(prod(shapes[g.indices]), -(-g.rows // g.panel)) * panel_bytes(g) for g in program.host_embeddings)
+    return sum(min(prod(shapes[g.indices]), -(-g.rows // g.panel)) * g.panel_bytes for g in program.host_embeddings)
 
 
 def _allocations(program: Program, layout: PoolLayout, *, apart: bool) -> tuple[Allocation, ...]:

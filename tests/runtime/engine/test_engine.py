@@ -268,7 +268,7 @@ def entered(act: Callable[[], object], recorded: list[str | None]) -> set[str]:
     return {name for name in recorded if name is not None and name.startswith("flashmem.")}
 
 
-MOST_MODULES = {("map", "session"): 27, ("map", "runtime"): 31, ("dma", "session"): 29, ("dma", "runtime"): 36}
+MOST_MODULES = {("map", "session"): 26, ("map", "runtime"): 29, ("dma", "session"): 29, ("dma", "runtime"): 36}
 """By transfer mode: the modules of flashmem that one run uses after its model has run twice, if its loads begin within it."""
 
 

@@ -199,6 +199,29 @@ def test_layers_wait_for_the_events_of_what_brought_their_slices_in(done: int, m
     assert dict(queue.followed) == {f"copy of {name}": max(0, layer - done) for name, layer in expected.items()}
 
 
+class FollowedLoader(FakeLoader):
+    """Loads whose copies wait on the device for launches."""
+
+    follows_launches = True
+
+    def launched(self, layer: int, event: int) -> None:
+        assert event == layer == self.queue.submitted
+
+
+@pytest.mark.parametrize("kind", [FakeLoader, FollowedLoader])
+def test_a_halted_run_returns_when_its_launches_are_complete(kind: type[FakeLoader], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the host waits for no launch because copies do: what it frees next, launches may still read."""
+    queue = FakeQueue()
+    steps = [Step(str(n), (Command(n, (1,), None, ()),)) for n in range(1, 101)]
+    monkeypatch.setattr(module, "wait", queue.wait)
+    monkeypatch.setattr(module, "has_ended", lambda event: False)
+    executor = Executor(queue, steps)  # type: ignore[arg-type]
+    for halt in (10, 3):
+        queue.__init__()  # type: ignore[misc]
+        orders = LaunchOrders(kind(queue, {}, range(1, 101)), halted=lambda halt=halt: len(queue.enqueued) == halt)  # type: ignore[arg-type]
+        assert executor.run(orders) == halt == queue.waited == len(queue.enqueued)
+
+
 def test_events_are_as_far_apart_as_layers_are_quick() -> None:
     spacing = Spacing()
     assert spacing.layers == LAYERS_APART[0]  # until times are known

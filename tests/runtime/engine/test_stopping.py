@@ -20,7 +20,7 @@ import flashmem
 from flashmem import Session
 from flashmem.base.errors import RunError
 from flashmem.runtime.engine.activations import Activations
-from flashmem.runtime.engine.stopping import OneThread, RunStoppedError
+from flashmem.runtime.engine.stopping import OneThread, RunControl, RunStoppedError
 from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.session import _close_all
@@ -273,6 +273,17 @@ def test_a_process_ends_with_runs_under_way(model: MiniModel) -> None:
     )
     assert "launch" in done.stdout and not done.stderr
     assert time.perf_counter() - begun < 60  # all of the runs would take minutes
+
+
+def test_a_run_ends_at_its_time_or_when_it_is_cancelled() -> None:
+    asked: list[int] = []
+    assert RunControl().asked is None and not RunControl().stops()
+    never = RunControl(cancelled=lambda: bool(asked.append(1)))
+    assert never.asked is not None and not never.asked() and not never.stops() and len(asked) == 2
+    assert RunControl(cancelled=lambda: True).stops()
+    for control in (RunControl(0.0), RunControl(0.0, lambda: False), RunControl(time.perf_counter() + 60, lambda: True)):
+        assert control.stops() and control.asked is not None and control.asked()
+    assert not RunControl(time.perf_counter() + 60, lambda: False).stops()
 
 
 def test_no_moment_of_an_interrupt_keeps_a_session_for_a_thread() -> None:

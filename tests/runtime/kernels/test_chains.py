@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper
 import flashmem
 from flashmem import Bundle, Session
 from flashmem.bundle.kernel_source import check_source
-from flashmem.program.kernel_text import KERNEL_MARK
+from flashmem.program.kernel_text import KERNEL_MARK, kernel_texts
 from flashmem.program.launches import Arg
 from flashmem.program.tensors import State
 from flashmem.runtime.kernels import chains
@@ -26,6 +26,7 @@ from flashmem.runtime.kernels.chains import with_chains
 from flashmem.target.descriptor import load_descriptor
 from tests.support.caches import launches_chained
 from tests.support.compared import DEVICES
+from tests.support.mini_bundle import write_mini_bundle
 
 CPUS = [name for name, _ in DEVICES if load_descriptor(name).kind == "cpu"]
 STEPS, FEATURES, HIDDEN = 6, 24, 32
@@ -166,6 +167,16 @@ def test_kernels_of_work_groups_are_not_chained(bundle: Bundle, line: str) -> No
     assert chains._fits(wide, texts)
     texts[launch.kernel] = texts[launch.kernel].replace(")\n{\n", f")\n{{\n    {line}\n", 1)
     assert not chains._fits(wide, texts)
+
+
+def test_kernels_that_ask_for_the_number_of_work_items_are_not_chained(tmp_path: Path) -> None:
+    """Neither in work-groups of one: a chain has one work-item."""
+    model = write_mini_bundle(tmp_path / "m.flashmem")
+    assert "get_global_size(0)" in kernel_texts(model.open().source.plain)["blend"]
+    program, _ = with_chains(model.open().program, model.open().source, model.open().descriptor, 2)
+    chained = [each for each in program.steady if each.launch.kernel.startswith("chain_")]
+    blending = [layer for layer, each in enumerate(program.launches, start=1) if each.kernel == "blend"]
+    assert chained and blending and not any(each.first <= layer <= each.last for each in chained for layer in blending)
 
 
 def test_what_a_comment_holds_does_not_become_code() -> None:
