@@ -164,6 +164,8 @@ class DeviceDescriptor:
     modes: dict[str, tuple[TransferMode, ...]] = field(  # per memory path; the first is the default
         default_factory=lambda: {"buffer": ("map", "dma", "alias", "interleave"), "texture": ("dma", "interleave")}
     )
+    shares_memory: bool = True  # host and device have one memory; else a load into the device's is a copy from pinned memory
+    uses_host_memory: bool = True  # kernels read and write any host memory in place; a GPU that imports pages of files does not
     image_max_width: int = 8192  # texels
     image_max_height: int = 8192
     image_pitch_alignment: int = 0  # texels; 0: no image2d from buffer
@@ -192,20 +194,10 @@ class DeviceDescriptor:
     sources: dict[str, str] = field(default_factory=dict)
 
     @property
-    def uses_host_memory(self) -> bool:
-        """Whether kernels access any host memory in place. A GPU that imports pages of files reads those alone."""
-        return self.kind == "cpu" and any("map" in modes for modes in self.modes.values())
-
-    @property
     def vector_floats(self) -> int:
         """Floats of a vector register of a CPU, at least 8: the compiler halves vectors that its registers do not hold."""
         known = INSTRUCTION_SETS.get(self.instruction_set, INSTRUCTION_SETS["avx2"])
         return max(8, known.register_bytes // 4)
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether host and device share one memory. If not, a load into device memory is a copy from pinned memory."""
-        return any("alias" in modes for modes in self.modes.values())
 
     def to_dict(self) -> dict[str, Any]:
         """The descriptor as JSON data."""
@@ -223,12 +215,12 @@ class DeviceDescriptor:
     def with_probed(self, probed: Mapping[str, str]) -> DeviceDescriptor:
         """The same device with results of probes: by extension, the driver (`Device.driver`) on which its probe passed.
 
-        A GPU that imports host memory gets mode `map` after its own modes, where it has `alias`. Both only share the memory's
-        bandwidth with kernels, so `map` has the contention of `alias`.
+        A GPU that shares the host's memory and imports it gets mode `map` after its own modes. `alias` and `map` only share the
+        memory's bandwidth with kernels, so `map` has the contention of `alias`.
         """
-        if self.kind == "cpu" or IMPORT_HOST_MEMORY not in probed:
+        if self.kind == "cpu" or not self.shares_memory or IMPORT_HOST_MEMORY not in probed:
             return replace(self, probed=dict(probed))
-        modes = {path: (*dict.fromkeys((*own, "map")),) if "alias" in own else own for path, own in self.modes.items()}
+        modes = {path: (*dict.fromkeys((*own, "map")),) for path, own in self.modes.items()}
         contention: dict[TransferMode, float] = {"map": self.rates.contention_of("alias"), **self.rates.contention}
         return replace(self, probed=dict(probed), modes=modes, rates=replace(self.rates, contention=contention))
 
@@ -273,6 +265,12 @@ class DeviceDescriptor:
             UserError: an unknown key, so that a misspelt one is not ignored; a transfer mode without its contention.
         """
         values = dict(data)
+        default = True if values.get("kind") != "gpu" else None  # a plain CPU's
+        if any(type(values.get(key, default)) is not bool for key in ("shares_memory", "uses_host_memory")):
+            raise UserError(
+                f"{where}: say shares_memory = true, or false for a device with memory of its own; and uses_host_memory = true "
+                "if its kernels use any memory of the host in place, as those of a CPU do, else false"
+            )
         tile = dict(values.get("tile", {}))
         if instructions := values.get("instruction_set"):
             tile = asdict(cpu_tile(_instructions(instructions, where))) | tile

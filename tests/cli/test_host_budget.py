@@ -80,7 +80,8 @@ def test_where_memory_is_shared_a_size_is_refused_and_auto_is_ignored(flashmem: 
 def test_simulate_predicts_later_runs_that_only_copy(flashmem: Command, bundle: Path, tmp_path: Path) -> None:
     device = tmp_path / "slow.toml"
     device.write_text(
-        'name = "slow"\nkind = "gpu"\n[modes]\nbuffer = ["dma"]\n[rates]\ncached_bandwidth = 1e8\ncopy_bandwidth = 1e9\n'
+        'name = "slow"\nkind = "gpu"\nshares_memory = false\nuses_host_memory = false\n'
+        '[modes]\nbuffer = ["dma"]\n[rates]\ncached_bandwidth = 1e8\ncopy_bandwidth = 1e9\n'
         "contention = {dma = 0}\n"
     )
     staging, streamed = staging_and_streamed(bundle)

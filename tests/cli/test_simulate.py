@@ -84,7 +84,8 @@ def test_simulate_reports_and_draws(flashmem: Command, bundle: Path, tmp_path: P
 def test_a_bundle_is_played_on_another_device_and_a_file(flashmem: Command, bundle: Path, tmp_path: Path) -> None:
     described = tmp_path / "slow.toml"
     described.write_text(
-        'name = "slow"\nkind = "gpu"\n[modes]\nbuffer = ["dma"]\ntexture = ["dma"]\n[rates]\ngemm_flops = 1e6\n'
+        'name = "slow"\nkind = "gpu"\nshares_memory = false\nuses_host_memory = false\n'
+        '[modes]\nbuffer = ["dma"]\ntexture = ["dma"]\n[rates]\ngemm_flops = 1e6\n'
         "contention = {dma = 0}\n"
     )
     slow = flashmem("simulate", bundle, "--device", described, "--json").json
@@ -243,7 +244,8 @@ def test_points_are_measured_on_the_device_that_a_file_describes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(
-        f'name = "{DEVICE}"\n[modes]\nbuffer = ["dma"]\n[rates]\ncontention.dma = 1\ndisk_bandwidth = 5e8\n'
+        f'name = "{DEVICE}"\nshares_memory = false\n[modes]\nbuffer = ["dma"]\n'
+        "[rates]\ncontention.dma = 1\ndisk_bandwidth = 5e8\n"
     )
     words = ("--budget", "8MB", "--device", "mine.toml", "--mode", "dma", "--measured", "--runs", "1", "-o", "s.csv")
     outcome = flashmem("sweep", RESNET, *words)

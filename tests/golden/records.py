@@ -112,7 +112,7 @@ def _stages(title: str, made: CompiledVariant | UserError, *, packs: bool) -> It
         yield f"{title}: program{where}", {part: numbered(text) for part, text in _parts(each.program.to_json())}
     if packs:
         yield f"{title}: packed weights", _packed(made.generated)
-    plan = {key: value for key, value in made.plan.to_json().items() if key not in _UNLIKE}
+    plan = {key: value for key, value in made.plan.to_json().items() if key not in _UNLIKE and value is not None}
     yield f"{title}: plan", dict(_parts(plan))
 
 

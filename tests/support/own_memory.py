@@ -43,7 +43,8 @@ def descriptor_with_own_memory(folder: Path) -> str:
     text = (resources.files("flashmem") / "devices" / "pocl.toml").read_text("utf-8")
     text = re.sub(r"(?m)^(capacity_model|tuned) = .*\n", "", text)
     path = folder / "apart.toml"
-    path.write_text(re.sub(r"(?m)^buffer = .*$", 'buffer = ["dma", "interleave"]', text))
+    text = re.sub(r"(?m)^buffer = .*$", 'buffer = ["dma", "interleave"]', text)
+    path.write_text(text.replace("shares_memory = true", "shares_memory = false"))
     return str(path)
 
 

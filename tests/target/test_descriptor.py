@@ -32,6 +32,8 @@ def test_a_shipped_descriptor_makes_sense(name: str) -> None:
     for modes in descriptor.modes.values():
         assert modes, "a memory path without a transfer mode cannot run"
         assert set(modes) <= set(MODES)
+        in_place = [mode for mode in modes if not (MODES[mode].copies or MODES[mode].by_pages)]
+        assert descriptor.shares_memory or not in_place, "the host cannot read into memory that it does not share"
     tile = descriptor.tile
     assert tile.columns % tile.vector == 0, "a panel is a whole number of vectors"
     assert min(tile.rows, tile.columns, tile.vector, tile.lanes, *tile.local_size) >= 1
@@ -124,6 +126,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ("name = 'x'", r"the contention of transfer mode 'alias' is missing; add it under \[rates.contention\], or measure"),
         ("name = 'x'\n[modes]\nbuffer = ['map', 'dma']\n[rates]\ncontention = {map = 0.1}", "transfer mode 'dma' is missing"),
         ("name = ", "not valid TOML"),
+        ("name = 'x'\nkind = 'gpu'\nshares_memory = true", "say shares_memory = true, or false .* uses_host_memory = true"),
+        ("name = 'x'\nshares_memory = 'yes'", "say shares_memory = true, or false"),
         ("name = 'x'\nprobed = ['cl_arm_import_memory']", "give a table with the driver of each extension whose probe passed"),
     ],
 )

@@ -45,7 +45,7 @@ def program_on(program: Program, device: Device) -> Program:
 
 def uses_host_memory(device: Device) -> bool:
     """Whether kernels use host memory directly."""
-    return device.kind == "cpu"
+    return device.uses_host_memory
 
 
 class OpenedBundle:

@@ -89,6 +89,11 @@ class Device:
         return with_dot_products(with_tensor_cores(text, mma=self.mma), self.dots)
 
     @property
+    def uses_host_memory(self) -> bool:
+        """Whether kernels use any host memory in place."""
+        return self.kind == "cpu"
+
+    @property
     def has_image_from_buffer(self) -> bool:
         """Whether a texture can be a view over a buffer."""
         return self.has_images and self.image_pitch_alignment > 0

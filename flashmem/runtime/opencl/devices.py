@@ -113,6 +113,8 @@ def descriptor_for(device: Device, probed: Mapping[str, str] = MappingProxyType(
         with_measured_rates(base.with_cores(device.compute_units), device),
         memory_paths=paths,
         modes=modes,
+        shares_memory=device.unified_memory,
+        uses_host_memory=device.uses_host_memory,
         image_max_width=device.image_max_width or base.image_max_width,
         image_max_height=device.image_max_height or base.image_max_height,
         image_pitch_alignment=device.image_pitch_alignment,

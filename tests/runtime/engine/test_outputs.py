@@ -120,7 +120,15 @@ def apart(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("apart")
     write_model(folder / "m.onnx")
     known = load_descriptor(request.param)
-    own = replace(known, modes={"buffer": ("dma",)}, memory_paths=("buffer",), capacity_model="", configs=())
+    own = replace(
+        known,
+        shares_memory=False,
+        uses_host_memory=False,
+        modes={"buffer": ("dma",)},
+        memory_paths=("buffer",),
+        capacity_model="",
+        configs=(),
+    )
     (folder / "own.toml").write_text(descriptor_toml(own, "# The CPU with memory of its own"))
     bundle = flashmem.compile(folder / "m.onnx", folder / "m.flashmem", device=str(folder / "own.toml"), build=False)
     return Model(bundle, request.param, draw(0), answers(draw(0)))
