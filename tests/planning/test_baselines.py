@@ -140,7 +140,7 @@ def test_no_plan_is_faster_than_the_fastest_of_all(instance: Instance) -> None:
     for strategy in STRATEGIES[1:4]:
         baseline = Baseline(strategy, operators)
         inside = replace(instance, m_peak=max(1, baseline.smallest(instance, baseline.least_preload(instance))[0]))
-        plan, ours, used = baseline.plan(inside), first_plan(inside), fastest(inside, operators, frozenset(), 0.0)
+        plan, ours, used = baseline.plan(inside), first_plan(inside), fastest(inside, operators, frozenset())
         resident = frozenset(w.name for w in plan.weights if w.preload)
         best = exhaustive.fastest(inside, resident)
         assert best is not None
@@ -168,7 +168,7 @@ def test_budgets_hold_and_the_smallest_is_exact(instance: Instance) -> None:
         assert held(plan) <= instance.m_peak
         check(plan, replace(instance, m_peak=plan.m_peak))
         if strategy != "on-demand":
-            ours = fastest_within(instance, _operators(instance), instance.m_peak, held, frozenset(), 0.0)
+            ours = fastest_within(instance, _operators(instance), instance.m_peak, held, frozenset())
             assert ours.objective <= plan.objective * (1 + 2e-6)
 
 
@@ -183,13 +183,13 @@ def test_where_the_layout_of_the_first_plan_does_not_fit_another_is_taken() -> N
     def measure(plan: OverlapPlan) -> int:  # a layout that wastes as much again for a plan of the latency planner
         return held(plan) * (2 if "in use order" in plan.notes[0] else 1)
 
-    plan = fastest_within(INSTANCE, OPERATORS, 12, measure, frozenset(), 0.0)
+    plan = fastest_within(INSTANCE, OPERATORS, 12, measure, frozenset())
     assert measure(plan) <= 12 and plan.strategy == "stream"
     check(plan, replace(INSTANCE, m_peak=plan.m_peak))
     with pytest.raises(BudgetError) as refused:
-        fastest_within(INSTANCE, OPERATORS, 7, measure, frozenset(), 0.0)
+        fastest_within(INSTANCE, OPERATORS, 7, measure, frozenset())
     assert refused.value.smallest_bytes == 8
-    assert measure(fastest_within(INSTANCE, OPERATORS, 8, measure, frozenset(), 0.0)) == 8
+    assert measure(fastest_within(INSTANCE, OPERATORS, 8, measure, frozenset())) == 8
 
 
 @pytest.mark.parametrize("mode", ["map", "alias", "dma", "interleave"])
@@ -225,7 +225,7 @@ def test_no_budget_below_the_named_one_works(instance: Instance, mode: TransferM
     operators = [WeightedOperator(w.first_use, "a", (w.name,)) for w in sorted(instance.weights, key=lambda w: w.first_use)]
 
     def within(budget: int) -> OverlapPlan:
-        return fastest_within(instance, operators, budget, measure, frozenset(), 0.0)
+        return fastest_within(instance, operators, budget, measure, frozenset())
 
     def measure(plan: OverlapPlan) -> int:
         return 1 + lay_out_pools(slices, plan, [mode])[mode].total_bytes

@@ -119,7 +119,8 @@ from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.options import resolve
-options = resolve(Request(device="generic-cpu"))
+from flashmem.request.request import BundleRequest
+options = resolve(BundleRequest(device="generic-cpu"))
 graph = read_graph(sys.argv[1], options)
 made = generate(graph, fuse(graph), options.descriptor)
 print(hashlib.sha256(repr((made.program, made.source)).encode()).hexdigest())
