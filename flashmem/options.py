@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import Precision
-from flashmem.compiler.configs.listed import listed_configs
-from flashmem.compiler.kernels.contraction.tensor_cores import Tf32Contraction
 from flashmem.compiler.options import Options
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode, find_descriptor
@@ -44,6 +42,9 @@ def check_precision(descriptor: DeviceDescriptor, precision: Precision) -> None:
     """
     if precision != "tf32":
         return
+    from flashmem.compiler.configs.listed import listed_configs  # the compiler, which a cached bundle is found without
+    from flashmem.compiler.kernels.contraction.tensor_cores import Tf32Contraction
+
     if not any(isinstance(each, Tf32Contraction) for each in listed_configs(descriptor)):
         raise UserError(
             f"--precision tf32 is for NVIDIA's tensor cores (compute capability 8.0), which device {descriptor.name} does not "

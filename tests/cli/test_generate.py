@@ -67,3 +67,22 @@ def test_a_chat_goes_on(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFi
     ]
     assert "refused" in outcome.err and "the prompt has " in outcome.err
     assert outcome.err.count("the cache is full: the oldest 4 messages are forgotten") == 1
+
+
+def test_arguments_of_the_template(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    given: list[Any] = []
+
+    class Asked(Talker):
+        def generate(self, prompt: Any, **options: Any) -> Iterator[str]:
+            given.append(options)
+            return super().generate(prompt)
+
+    monkeypatch.setattr(generate, "open_generator", lambda *_: nullcontext(Asked()))
+    words = ["--template-argument", "enable_thinking=false", "--template-argument", "tone=kind", "--top-k", "3"]
+    command = command_line(monkeypatch, capfd)
+    assert command("generate", tmp_path / "m.gguf", "one", *words).code == 0
+    [options] = given
+    assert options["template_arguments"] == {"enable_thinking": False, "tone": "kind"}
+    assert options["top_k"] == 3 and "temperature" not in options
+    refused = command("generate", tmp_path / "m.gguf", "one", "--template-argument", "thinking")
+    assert refused.code == 2 and "'thinking' is no NAME=VALUE; write one, for instance" in refused.err

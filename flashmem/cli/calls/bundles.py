@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashmem.cli.calls.call import BUDGET_OF_ALL, BUNDLE, DEVICE, HOST_BUDGET, JSON, CommandCall
+from flashmem.cli.calls.call import BUNDLE, DEVICE, HOST_BUDGET, JSON, CommandCall
 from flashmem.request.description import Converted, OptionSet, argument, option
 from flashmem.request.kinds import File, Kind, Numeric, Several, Size
 from flashmem.request.opening import HostBytes
@@ -94,7 +94,7 @@ class QueueCommand(OptionSet, CommandCall):
     module = "flashmem.cli.commands.queue"
 
     bundles: tuple[Path, ...] = argument("Compiled models.", kw_only=False, kind=Several("BUNDLE", File()))
-    budget: HostBytes = option(BUDGET_OF_ALL, default=None, kind=Size(auto="auto"))
+    budget: HostBytes = option("Limit on the memory of all of them together.", default=None, kind=Size(auto="auto"))
     trace: Path | None = option(
         'Requests: [{"model": "a", "at": 0.5, "seed": 1}, ...].', default=None, kind=File("requests.json")
     )

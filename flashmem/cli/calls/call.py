@@ -10,7 +10,6 @@ from flashmem.request.request import BundleRequest, CompileCall
 
 Disk = Literal["cold", "cached"]
 
-BUDGET_OF_ALL = "Limit on the memory of all of them together."
 BUILD = str(CompileCall.options["build"].help)
 BUNDLE = "A bundle."
 DEVICE = str(BundleRequest.options["device"].help)

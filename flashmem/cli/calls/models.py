@@ -91,6 +91,10 @@ class GenerateCommand(SessionRequest, CommandCall):
     repetition_penalty: float = option("Above 1: avoid tokens that occurred.", default=1.0)
     seed: int | None = option("Equal seeds sample equally.", default=None, kind=Numeric("N", least=0))
     stop: tuple[str, ...] = option("End before this text; repeatable.", default=(), kind=Several())
+    template_argument: tuple[str, ...] = option(
+        "A name for the chat template, for instance enable_thinking=false; repeatable.", default=(),
+        kind=Several(of=Kind("NAME=VALUE")),
+    )  # fmt: skip
     conversation: Path | None = option(
         "Go on with this conversation if it exists, and save it.", default=None, kind=File("chat.npz")
     )

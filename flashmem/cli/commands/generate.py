@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -150,7 +151,20 @@ def _text_options(options: GenerateCommand) -> TextOptions:
     chosen: Any = {name: value for name, value in options.given.items() if name in SamplingOptions.__annotations__}
     made: TextOptions = {"max_new_tokens": options.max_new_tokens, "stop": options.stop}
     made.update(chosen)
+    if options.template_argument:
+        made["template_arguments"] = dict(map(_template_argument, options.template_argument))
     return made
+
+
+def _template_argument(given: str) -> tuple[str, Any]:
+    """The name and the value of a NAME=VALUE; the value is read as JSON if it is that. Raises UserError."""
+    name, equals, value = given.partition("=")
+    if not equals or not name.isidentifier():
+        raise UserError(f"--template-argument {given!r} is no NAME=VALUE; write one, for instance enable_thinking=false")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _answer(

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from flashmem.base.errors import BudgetError, UserError
-from flashmem.base.units import format_size, parse_size
+from flashmem.base.units import format_size
 from flashmem.runtime.opencl.device import Device
 
 SLACK = 32 << 20
 """Bytes above a session's budget that a process may hold at its peak: kernels, stacks of threads, Python's objects. Up to 19
 MiB were measured (docs/research/memory.md).
 """
-
-
-def read_process_memory(asked: int | str) -> int:
-    """A limit on the process as a user writes it, in bytes. Raises UserError."""
-    return parse_size(asked, what="process memory")
 
 
 def budget_within(limit: int, held: int | None, device: Device) -> int:
