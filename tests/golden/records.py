@@ -40,6 +40,20 @@ DEVICES = descriptor_names()
 _SLOW = ("depthanything-tiny", "llama2-13b")
 """Models whose plan under a budget takes more than ten seconds."""
 
+_DECIDED = (
+    "capacities",
+    "chunk_bytes",
+    "layouts",
+    "loader_threads",
+    "m_peak",
+    "mode",
+    "objective",
+    "piece_bytes",
+    "relaxed",
+    "weights",
+)
+"""The fields of a plan that decide what a run does; the others say how it was found. A hash is of these alone."""
+
 _UNLIKE = ("solve_seconds",)
 """Fields of a plan that differ from one run to the next."""
 
@@ -64,7 +78,8 @@ def hash_stages(stages: Record) -> dict[str, str]:
     for name, parts in stages.items():
         title, stage = name.split(": ")
         found[title] = f"{found[title]}, " if title in found else ""
-        lines = {part: text.splitlines() for part, text in parts.items()}
+        counted = parts if stage != "plan" else {part: text for part, text in parts.items() if part.split()[0] in _DECIDED}
+        lines = {part: text.splitlines() for part, text in counted.items()}
         found[title] += f"{stage} {_hash(json.dumps(lines).encode())}"
     return found
 
@@ -112,7 +127,7 @@ def _stages(title: str, made: CompiledVariant | UserError, *, packs: bool) -> It
         yield f"{title}: program{where}", {part: numbered(text) for part, text in _parts(each.program.to_json())}
     if packs:
         yield f"{title}: packed weights", _packed(made.generated)
-    plan = {key: value for key, value in made.plan.to_json().items() if key not in _UNLIKE and value is not None}
+    plan = {key: value for key, value in made.plan.to_json().items() if key not in _UNLIKE}
     yield f"{title}: plan", dict(_parts(plan))
 
 
