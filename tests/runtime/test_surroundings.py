@@ -274,7 +274,7 @@ def test_strided_and_read_only_arrays_are_taken_as_they_are(session: Session, mo
     [
         ({"bundle": None}, "a session is opened with a bundle, a model or the path of one, not with None"),
         ({"device": 0}, "the device is an int; give its name as text"),
-        ({"mode": None}, "transfer mode None is unknown"),
+        ({"mode": 3}, "transfer mode 3 is unknown"),
         ({"strategy": 3}, "strategy 3 is unknown"),
         ({"budget": 1.5}, "budget '1.5' is not a size"),
         ({"budget": "9" * 400}, "budget '9+' is not a size"),

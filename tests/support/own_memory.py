@@ -44,7 +44,7 @@ def descriptor_with_own_memory(folder: Path) -> str:
     text = re.sub(r"(?m)^(capacity_model|tuned) = .*\n", "", text)
     path = folder / "apart.toml"
     text = re.sub(r"(?m)^buffer = .*$", 'buffer = ["dma", "interleave"]', text)
-    path.write_text(text.replace("shares_memory = true", "shares_memory = false"))
+    path.write_text(re.sub(r"(shares_memory|uses_host_memory) = true", r"\1 = false", text))
     return str(path)
 
 

@@ -177,7 +177,7 @@ def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> G
         begins.append((group, len(context.launches)))
         lower(context, group)
 
-    from flashmem.compiler.lowering import registry as module
+    from flashmem.compiler.lowering import program as module
 
     lower = module.lower
     with monkeypatch.context() as patched:
