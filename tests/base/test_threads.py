@@ -39,13 +39,17 @@ def test_nobody_is_forgotten_when_a_wake_is_interrupted() -> None:
 
 
 def test_a_wait_that_is_interrupted_waits_again() -> None:
-    go, signalled = threading.Event(), threading.Lock()
+    go, signalled, noted = threading.Event(), threading.Lock(), threading.Event()
     thread = started(lambda: go.wait(20), "flashmem-test")
     signalled.acquire()
 
     def interrupt() -> None:
         with signalled:
+            pass
+        while True:  # a signal that comes as the wait of CPython begins, ends no wait
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            if noted.wait(1):
+                return
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     other = threading.Thread(target=interrupt)
@@ -57,6 +61,7 @@ def test_a_wait_that_is_interrupted_waits_again() -> None:
     except KeyboardInterrupt:
         interrupted = True
     finally:
+        noted.set()
         signal.signal(signal.SIGINT, before)
     other.join()
     assert interrupted and thread.is_alive()
