@@ -31,7 +31,7 @@ from flashmem.interpreter.errors import OutsideError, UnknownTextError
 from flashmem.interpreter.launch import InterpretedKernel, Written, interpreted
 from flashmem.interpreter.syntax import Parameter
 from flashmem.runtime.checking.drawing import DRAWS, ITEMSIZES, drawn_bytes, drawn_texels
-from flashmem.runtime.checking.trial import Trial, TrialArgument
+from flashmem.runtime.checking.trial import Trial, TrialArgument, Verdict
 from flashmem.runtime.opencl.context import CompiledProgram, Context, Queue
 
 GUARD = 4096
@@ -62,27 +62,6 @@ REPEAT_SECONDS = 0.15
 
 
 Bytes = NDArray[np.uint8]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of a check: `wrong` says what a kernel did, or is "" if all is right.
-
-    `compared` counts elements that were compared with the interpreter, `twin` those compared with the unoptimised kernel's.
-    `whole`: all elements were. `note`: what could not be checked.
-    """
-
-    wrong: str = ""
-    compared: int = 0
-    twin: int = 0
-    whole: bool = False
-    seconds: float = 0.0
-    note: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing was wrong."""
-        return not self.wrong
 
 
 class _WrongError(Exception):

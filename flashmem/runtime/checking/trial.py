@@ -1,4 +1,4 @@
-"""Trials: a launch of a kernel without the weights and activations of a model."""
+"""Trials: a launch of a kernel without the weights and activations of a model; and the verdict on one."""
 
 from __future__ import annotations
 
@@ -58,3 +58,24 @@ class Trial:
         whole, group = data["size"]
         arguments = tuple(TrialArgument(**{**each, "shape": tuple(each["shape"])}) for each in data["arguments"])
         return cls(data["name"], data["text"], (tuple(whole), None if group is None else tuple(group)), arguments)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a check: `wrong` says what a kernel did, or is "" if all is right.
+
+    `compared` counts elements that were compared with the interpreter, `twin` those compared with the unoptimised kernel's.
+    `whole`: all elements were. `note`: what could not be checked.
+    """
+
+    wrong: str = ""
+    compared: int = 0
+    twin: int = 0
+    whole: bool = False
+    seconds: float = 0.0
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.wrong

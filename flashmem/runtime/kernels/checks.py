@@ -13,8 +13,7 @@ from pathlib import Path
 from time import monotonic
 
 from flashmem.program.program import Program
-from flashmem.runtime.checking.check import Verdict
-from flashmem.runtime.checking.trial import Trial
+from flashmem.runtime.checking.trial import Trial, Verdict
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.pool import ChildPool, Job, KernelWorker, Rank

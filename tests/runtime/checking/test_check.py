@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from flashmem.base.errors import RunError
-from flashmem.runtime.checking.check import GUARD, Verdict, check_kernel
-from flashmem.runtime.checking.trial import Trial, TrialArgument
+from flashmem.runtime.checking.check import GUARD, check_kernel
+from flashmem.runtime.checking.trial import Trial, TrialArgument, Verdict
 from flashmem.runtime.kernels import verdicts
 from flashmem.runtime.kernels.required import KernelLaunch, RequiredKernel
 from flashmem.runtime.kernels.verdicts import UNOPTIMISED, Finding, Verdicts, text_key

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,12 @@ def test_a_bundle_that_meets_a_driver_is_checked_between_runs(model: Path, devic
             session.run(None, x)
     with Session(bundle, device=device.descriptor_name) as session:
         assert session.run(None, x)[0][0, 0] == 1
+
+
+def test_a_session_imports_no_interpreter() -> None:
+    """Children check, and what they import takes a tenth of a second."""
+    asked = "import sys, flashmem.runtime.session; print([name for name in sys.modules if 'interpreter' in name])"
+    assert subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_nothing_is_checked_twice(model: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
