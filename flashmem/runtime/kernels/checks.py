@@ -25,8 +25,6 @@ from flashmem.runtime.opencl.device import Device
 LONGEST = 300.0
 """Seconds after which a check that does not end is wrong: a kernel may wait for ever."""
 
-Report = Callable[[float], None]
-
 
 @dataclass(frozen=True)
 class CheckedKernel:
@@ -64,11 +62,11 @@ class CheckJob(Job):
     def run(self, worker: KernelWorker) -> str | None:
         """Check, and if a launch is wrong, check all of them without optimisation."""
         file = self._file(worker.folder)
-        self.verdicts = self._asked(worker, self._options, file, self._end)
+        self.verdicts = self._verdicts_with(worker, self._options, file, self._end)
         if file is not None:
             file.unlink(missing_ok=True)
-        if any(verdict.wrong for verdict in self.verdicts.values()):
-            slow = self._asked(worker, (*self._options, UNOPTIMISED), None, None).values()
+        if self.wrong:
+            slow = self._verdicts_with(worker, (*self._options, UNOPTIMISED), None, None).values()
             if not any(each.wrong for each in slow) and any(each.compared for each in slow):
                 self.repaired = (UNOPTIMISED,)
         return None
@@ -85,7 +83,7 @@ class CheckJob(Job):
             file.unlink(missing_ok=True)
         return None
 
-    def _asked(
+    def _verdicts_with(
         self, worker: KernelWorker, options: Sequence[str], binary: Path | None, end: float | None
     ) -> dict[str, Verdict]:
         return {
@@ -108,10 +106,10 @@ class CheckJob(Job):
     def finding(self) -> Finding:
         """What is known now."""
         right = tuple(key for key, each in self.verdicts.items() if not each.wrong and (each.compared or not each.note))
-        wrong = next((key for key, each in self.verdicts.items() if each.wrong), "")
         name = self.trials[0].name
-        if wrong:
-            return Finding(wrong=self.wrong, options=self.repaired, name=name, trial=wrong)
+        for key, each in self.verdicts.items():
+            if each.wrong:
+                return Finding(wrong=each.wrong, options=self.repaired, name=name, trial=key)
         if self._whole:
             return Finding(right, name=name)
         return Finding(tuple(key for key in right if self.verdicts[key].whole), right, name=name)
@@ -234,11 +232,10 @@ def check_kernels(
     *,
     again: bool = False,
     seconds: float | None = None,
-    report: Report = lambda _: None,
 ) -> list[CheckedKernel]:
     """Check launches, and keep the findings. `again`: also those that an earlier check found right.
 
-    No check begins after `seconds`. `report` is called with the fraction done.
+    No check begins after `seconds`.
 
     Raises:
         RunError: no process that checks can be started.
@@ -253,7 +250,7 @@ def check_kernels(
             asked |= {trial.key for job in jobs for trial in job.trials}
             pool.submit(jobs)
         while pool.step():
-            report(pool.fraction)
+            pass
         pool.check("kernels cannot be checked; free memory and try again")
     finally:
         pool.close()

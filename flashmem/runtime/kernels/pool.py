@@ -103,7 +103,7 @@ class KernelWorker:
 
 
 class ChildPool:
-    """Children that work off submitted jobs, one for each processor. `close` ends them."""
+    """Children that work off submitted jobs, one for each processor and `MOST_CHILDREN` at most. `close` ends them."""
 
     def __init__(self, device: Device, *, idle: bool = False) -> None:
         """Create a pool without starting anything. With `idle`, children run at idle priority."""
