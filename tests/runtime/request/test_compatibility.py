@@ -158,7 +158,9 @@ def test_compiling_for_a_phone_names_the_budget_that_works(tmp_path: Path) -> No
 
 
 def test_a_bundle_names_no_folder_of_the_machine_that_compiled(tmp_path: Path) -> None:
-    text = (ROOT / "devices/adreno740.toml").read_text().replace('"adreno740"', '"mine"')  # its name and its capacity model
+    text = (
+        (ROOT / "devices/adreno740.toml").read_text().replace('"adreno7', '"mine7')
+    )  # its name, its capacity model and its counts
     (tmp_path / "mine.toml").write_text(text)
     descriptor = load_descriptor(str(tmp_path / "mine.toml"))
     assert Path(descriptor.capacity_model).is_absolute()
