@@ -13,7 +13,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import UNUSED, Language
 from flashmem.runtime.engine.opened import planned_variant
 from flashmem.runtime.engine.replanned import fitted
-from flashmem.runtime.generation.language_session import LanguageSession, Part
+from flashmem.runtime.generation.language_session import LanguageSession, RowPart
 from flashmem.runtime.request.options import choose_strategy, device_here
 
 
@@ -40,7 +40,7 @@ class DraftModel:
             return []
         del model.cached[0][model.reusable(0, text) :]
         while len(text) == count or (len(text) < count + most and text[-1] not in model.language.ends):
-            found = model.run({0: Part(*model.next_part(0, text))})
+            found = model.run({0: RowPart(*model.next_part(0, text))})
             if len(model.cached[0]) == len(text):
                 text.append(int(found[0][-1].tokens[0]))
         return text[count:]

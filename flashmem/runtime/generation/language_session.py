@@ -21,7 +21,7 @@ _FEW = 4
 """So many last tokens of a prompt are read one by one, and more in a run that reads others again. In a batch only one is."""
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """What a run reads in a row: tokens from the position `start` on; `temperature`: of the sums in candidates, above 0."""
 
     start: int
@@ -89,7 +89,7 @@ class LanguageSession:
         start = min(at, len(tokens) - length)
         return start, tokens[start : start + length]
 
-    def run(self, parts: Mapping[int, Part]) -> dict[int, list[Candidates]]:
+    def run(self, parts: Mapping[int, RowPart]) -> dict[int, list[Candidates]]:
         """Read as many tokens in some rows; returns the candidates after the last ones of each.
 
         Raises:

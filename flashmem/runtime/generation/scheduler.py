@@ -8,7 +8,7 @@ from time import perf_counter
 from flashmem.base.errors import RunError
 from flashmem.runtime.generation.candidates import Candidates
 from flashmem.runtime.generation.generated_text import GeneratedText
-from flashmem.runtime.generation.language_session import LanguageSession, Part
+from flashmem.runtime.generation.language_session import LanguageSession, RowPart
 
 
 class Scheduler:
@@ -71,10 +71,10 @@ class Scheduler:
         for cached in self._model.cached:
             cached.clear()
 
-    def _next_part(self, row: int, text: GeneratedText) -> Part:
+    def _next_part(self, row: int, text: GeneratedText) -> RowPart:
         text.draft = text.drafts.propose(text.tokens) if text.drafts is not None and text.count else []
         start, tokens = self._model.next_part(row, text.tokens)
-        return Part(start, tokens + text.draft, text.summed_at)
+        return RowPart(start, tokens + text.draft, text.summed_at)
 
     def _follow(self, row: int, candidates: list[Candidates], seconds: float) -> None:
         """The tokens of a text after a run: none within its prompt, else one, and those of a draft while it is right."""
