@@ -53,7 +53,9 @@ def split(fused: FusedGraph, cuts: Collection[Node]) -> FusedGraph:
 
     An elementwise one begins a group, which has its own epilogue.
     """
-    return replace(fused, groups=tuple(_groups(fused.graph, set(cuts))), order=None) if cuts else fused
+    if not cuts:
+        return fused
+    return replace(fused, groups=tuple(_groups(fused.graph, set(cuts))), cuts=frozenset(cuts), order=None)
 
 
 def _groups(graph: Graph, cut: set[Node]) -> list[FusionGroup]:
