@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import ITEMSIZE, Precision, StoredType
 from flashmem.base.units import format_size
+from flashmem.compiler.ir.blocks.constant import BlockConstant
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
@@ -159,6 +160,8 @@ def _memory(
     def weight_bytes(value: Value) -> int:
         if isinstance(value.constant, QuantizedConstant):
             return value.size * value.constant.bits // 8
+        if isinstance(value.constant, BlockConstant):
+            return value.constant.nbytes
         return (2 if half else 4) * value.size
 
     gathered = [group.main.outputs[0] for group in groups if host_indices(group.main, graph) is not None]
