@@ -24,6 +24,19 @@ def is_in_file(tensor: ir.TensorProtocol) -> bool:
     return isinstance(tensor, ir.ExternalTensor | BlocksTensor)
 
 
+def stored(tensor: ir.TensorProtocol | None) -> ir.ExternalTensor | None:
+    """The range of a file that has the data of a tensor; None if it is in memory."""
+    tensor = tensor.source if isinstance(tensor, BlocksTensor) else tensor
+    return tensor if isinstance(tensor, ir.ExternalTensor) else None
+
+
+def placed_at(place: tuple[str, int, int], like: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    """A tensor of a file, offset and length, of the type and shape of `like`, a tensor in a file too."""
+    if isinstance(like, BlocksTensor):
+        return BlocksTensor(placed_at(place, like.source, name), like.format)
+    return ir.ExternalTensor(*place, like.dtype, shape=ir.Shape(like.shape.numpy()), name=name)
+
+
 def reinterpreted(tensor: ir.TensorProtocol, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.TensorProtocol:
     """The bytes of `tensor`, which stay in their file, as elements of `dtype` in `shape`."""
     if isinstance(tensor, ir.ExternalTensor):
