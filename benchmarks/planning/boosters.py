@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning.boosters [adreno7xx ...] [--devices DIR]
 
-The truth is the pipeline model of compiled code (docs/explanation/capacity.md): no phone was measured. Three things are held
+The truth is the pipeline model of compiled code (docs/research/boosters.md): no phone was measured. Three things are held
 out in turn: a fifth of the kernels' texts, each model, and one GPU, whose facts no training pair has (its kernels are the
 same). Latency: the median and the mean error of launches alone, in their own shapes on shipped GPUs. C_l: the share within 25 %
 of the truth, of launches whose class allows some, in `alias` and in `interleave`. The lookup is the table of counted kernel

@@ -1,6 +1,6 @@
 """The pipeline model: seconds of a compiled kernel on a GPU, from its instructions and the widths of the GPU's pipelines.
 
-It is the label that boosters of a family learn (docs/explanation/capacity.md#the-pipeline-model). A launch takes as long as its
+It is the label that boosters of a family learn (docs/research/boosters.md#the-pipeline-model). A launch takes as long as its
 busiest pipeline: issue slots, texture reads, loads from buffers, memory. No phone was measured.
 """
 
