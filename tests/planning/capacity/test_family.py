@@ -29,7 +29,7 @@ SERVED = [name for name in descriptor_names() if load_descriptor(name).pipelines
 def some_pairs(family: Family) -> list[Pair]:
     """Launches of the dataset in their own shapes, on shipped GPUs."""
     _, rows = read_rows(ROOT / f"devices/{family.name}{SUFFIX}")
-    return [pair for pair in pairs(rows[::7], gpus_of(family)) if pair.own and pair.device]
+    return [pair for pair in pairs(rows[::4], gpus_of(family)) if pair.own and pair.device]
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
@@ -44,7 +44,7 @@ def test_boosters_are_nearer_to_compiled_code_than_roofline_and_lookup(family: F
             found[name].append(abs(model.seconds(launch, pair.launch.weight_bytes) / pair.model.seconds(pair.launch) - 1))
     assert len(found["booster"]) > 15 and np.median(found["booster"]) < 0.08
     for name in ("roofline", "lookup"):
-        assert not found[name] or np.median(found[name]) > 2 * np.median(found["booster"])
+        assert not found[name] or np.mean(found[name]) > 2 * np.mean(found["booster"])
 
 
 @pytest.mark.parametrize("name", SERVED)
