@@ -146,6 +146,16 @@ class Pipeline:
     def _generated(
         self, groups: Sequence[FusionGroup], selector: KernelSelector, packed: PackedBefore | None = None
     ) -> Generated:
+        """The program of `groups`, again with other configs as long as a kernel of one is refused and others are left."""
+        while True:
+            made = self._generated_once(groups, selector, packed)
+            refused = [name for name in made.chosen if name in selector.refused]
+            if not any([selector.avoid(name, made.chosen[name]) for name in refused]):  # all of them
+                return made
+
+    def _generated_once(
+        self, groups: Sequence[FusionGroup], selector: KernelSelector, packed: PackedBefore | None
+    ) -> Generated:
         descriptor, request = self.options.descriptor, self.options.request
         slicing = replace(self.slicing, later=request.optimize == "steady")
         return generate(

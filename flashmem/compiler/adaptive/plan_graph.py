@@ -89,7 +89,7 @@ def _plan(
     pipeline = Pipeline(
         graph,
         options,
-        KernelSelector(options.descriptor, options.request.optimize, limited=limited),
+        KernelSelector(options.descriptor, options.request.optimize, limited=limited, refused=frozenset(options.refused)),
         watch=watch,
         final=_ignore if limited or may_refine(limits, mode) else final,  # else another program may be planned
         lowest_order=lowest_order,
@@ -103,7 +103,16 @@ def _plan(
     generated, made = refine(graph, pipeline, first, limits, mode)
     made = pipeline.completed(Attempt(generated, pipeline.instance(generated.program), made))
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
-    return generated, replace(made, notes=(*made.notes, *notes))
+    return generated, replace(made, notes=(*made.notes, *notes, *_notes_of_refused(options, pipeline.selector, generated)))
+
+
+def _notes_of_refused(options: Options, selector: KernelSelector, generated: Generated) -> list[str]:
+    """What became of the kernels that the device's driver miscompiles."""
+    used = {name: "is compiled without optimisation" for name in generated.source.kernels if name in options.refused}
+    left_out = {name: "is left out for a kernel of another config" for name in selector.left_out}
+    return [
+        f"{name} {what}, because the driver miscompiles it: {options.refused[name]}" for name, what in (left_out | used).items()
+    ]
 
 
 def refusal(

@@ -83,7 +83,8 @@ def _reserved(graphs: Sequence[Graph], variants: Sequence[Options]) -> Reserved:
     earlier, arenas, constants = NOTHING_STORED, list[int](), list[int]()
     for index in _largest_first(graphs):
         options = variants[index]
-        selector = KernelSelector(options.descriptor, options.request.optimize, limited=options.request.budget is not None)
+        limited, refused = options.request.budget is not None, frozenset(options.refused)
+        selector = KernelSelector(options.descriptor, options.request.optimize, limited=limited, refused=refused)
         made = Pipeline(graphs[index], options, selector, earlier=earlier).generate(frozenset())
         arenas.append(made.program.arena_bytes)
         constants.append(made.constants.nbytes)

@@ -24,7 +24,7 @@ from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.compiler.memory.states import graph_states
 from flashmem.compiler.passes.joined_updates import join_updates
-from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.selection.selector import KernelRequest, KernelSelector
 from flashmem.compiler.weights.packing_list import OnPiece, PackingList, WeightSink
 from flashmem.compiler.weights.sharing import NOTHING_STORED, Placements, StoredWeights
 from flashmem.compiler.weights.slicing import DEFAULT, Slicing
@@ -49,6 +49,8 @@ class Generated:
     constants: NDArray[np.uint8]
     placements: Placements
     cuts: Cuts = field(default_factory=dict, repr=False)  # the slices of its packed weights
+    chosen: Mapping[str, frozenset[KernelRequest]] = field(default_factory=dict, repr=False)
+    """By name, kernels of groups for which a config was selected: what was requested."""
     again: Callable[[], Generated | None] | None = field(default=None, repr=False)  # makes the program of later runs
     elsewhere: Callable[[str], Generated] | None = field(default=None, repr=False)  # that of a CPU with an instruction set
 
@@ -164,8 +166,7 @@ def generate(
     context.before = before or PackedBefore()
     for value in (*gathered, *(state.port.value for state in states)):
         context.tensor(value)
-    for group in join_updates(launched, buffers):
-        lower(context, group)
+    chosen = _lower_all(context, join_updates(launched, buffers))
     gathers = [
         place_rows(context, node, indices, str(context.tensor(value).value)) for value, (node, indices) in gathered.items()
     ]
@@ -217,7 +218,19 @@ def generate(
     channels = {part.channel for part in program.slices if part.is_image}
     source = context.kernels.source(lane_kind(program), channels)
     made = {key: tuple(part for _, part in parts) for key, parts in context.packed.items()}
-    return Generated(program, source, weights, constants, context.placements, made)
+    return Generated(program, source, weights, constants, context.placements, made, chosen)
+
+
+def _lower_all(context: LoweringContext, groups: Sequence[FusionGroup]) -> dict[str, frozenset[KernelRequest]]:
+    """Lower the groups; by kernel, what their lowerings requested of the selector."""
+    chosen: dict[str, frozenset[KernelRequest]] = {}
+    for group in groups:
+        first = len(context.launches)
+        lower(context, group)
+        if requests := context.selector.recent():
+            for name in {launch.kernel for launch in context.launches[first:]}:
+                chosen[name] = chosen.get(name, frozenset()) | requests
+    return chosen
 
 
 def _results(graph: Graph, aliases: AliasAnalysis) -> tuple[list[GraphPort], list[FusionGroup]]:

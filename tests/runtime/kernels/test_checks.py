@@ -21,6 +21,7 @@ from flashmem.runtime.kernels import ahead_of_time, pool
 from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
 from flashmem.runtime.kernels.verdicts import UNOPTIMISED, Verdicts
 from flashmem.runtime.opencl.discovery import list_devices
+from tests.support.miscompiling_worker import KERNEL
 
 pytestmark = pytest.mark.build_apart
 DEVICES = list_devices()
@@ -64,6 +65,39 @@ def test_a_kernel_that_is_wrong_is_built_without_optimisation(model: Path, devic
     [finding] = Verdicts(device).wrong.values()
     assert finding.options == (UNOPTIMISED,) and finding.trial
     assert absolute(bundle, device), "the binary in the cache is the right one"
+
+
+def test_the_next_config_is_in_the_place_of_a_wrong_kernel(
+    tmp_path: Path, device: Any, miscompiling: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a product, no build of whose first kernel is right; also where that is known before it is compiled."""
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    weight = np.random.default_rng(0).standard_normal((37, 29)).astype(np.float32)
+    ports = [
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name, shape in (("x", [21, 37]), ("y", [21, 29]))
+    ]
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])], "g", *ports, [onnx.numpy_helper.from_array(weight, "w")]
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "m.onnx")
+    listed = tmp_path / "listed.toml"
+    text = Path("devices/generic-cpu.toml").read_text().replace('"generic-cpu"', f'"{device.descriptor_name}"', 1)
+    small = 'configs = [{ kind = "plain", name = "small", rows = 4, columns = 8, vector = 8 }]\n'
+    listed.write_text(text.replace("[modes]", f"{small}[modes]", 1))
+    options: Any = {"device": str(listed), "memory_path": "buffer"}
+    [launch] = flashmem.compile(tmp_path / "m.onnx", tmp_path / "plain.flashmem", build=False, **options).program.launches
+    monkeypatch.setenv(KERNEL, launch.kernel)
+    with pytest.warns(FlashmemWarning, match=f"miscompiles the kernel {launch.kernel}, and another one is in its place"):
+        bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", **options)
+    again = flashmem.compile(tmp_path / "m.onnx", tmp_path / "again.flashmem", **options)
+    for made in (bundle, again):
+        assert launch.kernel not in made.source.kernels
+        note = f"{launch.kernel} is left out for a kernel of another config, because the driver miscompiles it: "
+        assert any(each.startswith(note) for each in made.plan.notes)
+        x = np.linspace(-2, 2, 21 * 37, dtype=np.float32).reshape(21, 37)
+        with Session(made, device=device.descriptor_name, build_apart=False) as session:
+            want = x.astype(np.float64) @ weight.astype(np.float64)
+            np.testing.assert_allclose(session.run(None, {"x": x})[0], want, rtol=0, atol=1e-4)
 
 
 def test_a_wrong_kernel_is_found_right_when_its_driver_is(
