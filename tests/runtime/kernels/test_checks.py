@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import flashmem
-from flashmem import Bundle, Session
+from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import FlashmemWarning
 from flashmem.cli.commands.verify import verify_bundle
 from flashmem.runtime.kernels import ahead_of_time, pool
@@ -139,6 +139,22 @@ def test_a_bundle_that_meets_a_driver_is_checked_between_runs(model: Path, devic
             session.run(None, x)
     with Session(bundle, device=device.descriptor_name) as session:
         assert session.run(None, x)[0][0, 0] == 1
+
+
+def test_a_runtime_checks_its_bundles_between_runs(model: Path, device: Any, miscompiling: None) -> None:
+    bundle = flashmem.compile(model, model.with_suffix(".flashmem"), device=device.descriptor_name, build=False)
+    x = {"x": np.full((3, 37), -1, np.float32)}
+    with Runtime(device=device.descriptor_name) as runtime:
+        opened = runtime.open(bundle)
+        assert opened.run(None, x)[0][0, 0] == -1, "imitated"
+        runtime.prepared()  # so that the check has begun
+        assert opened.loaded.check is not None
+        opened.loaded.check.wait()
+        with pytest.warns(FlashmemWarning, match="miscompiles 1 of this bundle's kernels"):
+            opened.run(None, x)
+        runtime.open(bundle).close()
+    with Runtime(device=device.descriptor_name) as runtime:
+        assert runtime.open(bundle).run(None, x)[0][0, 0] == 1
 
 
 def test_a_session_imports_no_interpreter() -> None:
