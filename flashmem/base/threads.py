@@ -76,8 +76,8 @@ class Thread(threading.Thread):
     def __init__(self, work: Callable[..., object], name: str, arguments: Sequence[Any], *, daemon: bool) -> None:
         """`started` starts it.
 
-        `threading` has a weak set of all thread objects, of which only a forked process asks. At the end of an object it calls a
-        function of Python, in which Ctrl-C would be lost: the main thread may drop a session, and its threads, at any moment.
+        `threading` has a weak set of all thread objects, of which only a forked process asks. At the end of an object it calls
+        a function of Python, in which Ctrl-C would be lost: the main thread may drop a session, and its threads, at any moment.
         """
         super().__init__(target=work, args=arguments, name=name, daemon=daemon)
         threading._dangling.discard(self)  # type: ignore[attr-defined]
