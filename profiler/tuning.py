@@ -25,7 +25,7 @@ from flashmem.compiler.configs.listed import configs_of, listed_configs
 from flashmem.compiler.configs.workload import TF32, Workload
 from flashmem.compiler.kernels.contraction.configs import CODES, SlicedContraction
 from flashmem.compiler.kernels.contraction.tensor_cores import CodesContraction, TensorContraction
-from flashmem.compiler.lowering.program import Generated
+from flashmem.compiler.lowering.generated import Generated
 from flashmem.compiler.selection.configs import candidates, estimates
 from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
 from flashmem.runtime.opencl.context import CompiledProgram
@@ -378,7 +378,7 @@ class _Tuner:
         return timings
 
     def _right(self, work: _Work, timings: Sequence[Timing]) -> tuple[list[Timing], float]:
-        """The timings without seconds of configs whose kernels are wrong, as far as they would be chosen; and the best seconds."""
+        """The timings, without seconds of configs whose kernels are wrong if they would be chosen; and the best seconds."""
         found = {timing.config: timing for timing in timings}
         while True:
             ran = {name: timing.seconds for name, timing in found.items() if timing.seconds is not None}

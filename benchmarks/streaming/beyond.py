@@ -34,8 +34,9 @@ from benchmarks.streaming.host_tier import device_memory
 from benchmarks.streaming.random_weights import random_inputs, with_weights
 from flashmem.base.units import format_size, parse_size
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.planned import with_layouts
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import device_here
