@@ -91,16 +91,6 @@ def test_a_command_without_a_module_names_its_extra(module: str, tmp_path: Path)
     ("module", "words", "said"),
     [
         ("onnxruntime", ["run", MODEL, "--verify"], "--verify needs ONNX Runtime; install it with: pip install onnxruntime"),
-        (
-            "distributed",
-            ["sweep", MODEL, "--m-peak", "8MB", "-o", "s.csv", "--executor", "dask", "--address", "tcp://x:1"],
-            "--executor dask needs dask.distributed; install it with: pip install distributed",
-        ),
-        (
-            "ray",
-            ["sweep", MODEL, "--m-peak", "8MB", "-o", "s.csv", "--executor", "ray", "--address", "x:1"],
-            "--executor ray needs ray; install it with: pip install ray",
-        ),
     ],
 )
 def test_a_peer_that_is_missing_is_named(module: str, words: list[str], said: str, tmp_path: Path) -> None:

@@ -195,9 +195,7 @@ class SweepCommand(OptionSet, CommandCall):
     runs: int = option(
         "Fresh processes for each measured point; the result is their median.", default=3, kind=Numeric("N", least=1)
     )
-    executor: str = option("Where points are simulated.", default="local", kind=Kind("local|dask|ray"))
-    address: str | None = option("Address of the cluster.", default=None, kind=Kind(), shown="as configured")
-    jobs: int | None = option("Local processes.", default=None, kind=Numeric("N", least=1), shown="half the cores")
+    jobs: int | None = option("Processes that simulate.", default=None, kind=Numeric("N", least=1), shown="half the cores")
 
     def run(self) -> None:
         """Compute the points that the file lacks."""
