@@ -50,8 +50,10 @@ _LANE_WIDTH = 2048  # texels in a row of the texture that copy streams write
 _REPEATS = 5
 _ALONE = 8  # bursts
 _DELAYS = 21
-REFERENCE_GEMM, REFERENCE_SUM = (128, 768, 768), 1 << 20
-_PACE_BURSTS, _PACE_SECONDS = 4, 2e-3
+REFERENCE_GEMM = (128, 768, 768)
+REFERENCE_SUM = 1 << 20
+_PACE_BURSTS = 4
+_PACE_SECONDS = 2e-3
 _SLOW_SECONDS = 20e-3
 _TOO_SLOW_SECONDS = 150e-3
 
@@ -79,7 +81,8 @@ class Bench:
 
     def __init__(self, device: Device, descriptor: DeviceDescriptor, folder: Path, supply: Supply | None = None) -> None:
         """`folder`: for a temporary file to stream from. `supply`: of launches; None to compile them."""
-        self.device, self.descriptor = device, descriptor
+        self.device = device
+        self.descriptor = descriptor
         self.path = descriptor.memory_paths[0]
         self.supply = supply or _compiled(descriptor)
         self.context = Context(device)
@@ -135,7 +138,8 @@ class Bench:
     def pace(self) -> Pace:
         """Measure the present speed of the machine."""
         if self._references is None:
-            product, total = self.supply.matmul(*REFERENCE_GEMM), self.supply.elementwise(REFERENCE_SUM)
+            product = self.supply.matmul(*REFERENCE_GEMM)
+            total = self.supply.elementwise(REFERENCE_SUM)
             self._references = self.prepare(product), self.prepare(total)
         gemm, traffic = (lower_quartile(launch.burst_seconds(_PACE_BURSTS, _PACE_SECONDS)) for launch in self._references)
         return Pace(gemm, traffic)
@@ -160,14 +164,16 @@ class Prepared:
 
     def __init__(self, bench: Bench, target: Target) -> None:
         self._bench = bench
-        program, launch = target.program, target.launch
+        program = target.program
+        launch = target.launch
         self._slices = {s.name: s for s in program.slices}
         read = [str(arg.value) for arg in launch.args if arg.kind == "slice"]
         self.weight_bytes = sum(self._slices[name].nbytes for name in read)
         self._program = program
         self._launch = launch
         self._source = target.source
-        ledger, constants = Ledger(bench.context, None), None
+        ledger = Ledger(bench.context, None)
+        constants = None
         arena = bench._filled(max(program.arena_bytes, POOL_ALIGNMENT), ledger)
         if target.constants.nbytes:
             constants = ledger.buffer("constants", target.constants.nbytes, "constants")

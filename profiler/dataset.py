@@ -71,7 +71,8 @@ def _parsed(kind: Any, text: str) -> Any:
     return kind(text) if kind in (int, float) else text
 
 
-_BY_ARITHMETIC, _BY_TRAFFIC = (0.4, 0.5), (0.0, 0.65)
+_BY_ARITHMETIC = (0.4, 0.5)
+_BY_TRAFFIC = (0.0, 0.65)
 """Exponents with which latencies follow the two references: see docs/reference/internals/profile.md."""
 
 
@@ -186,7 +187,8 @@ def _in_record(path: Path) -> str:
     """
     try:
         step = json.loads(path.read_text(encoding="utf-8"))["steps"]["rates"]
-        text, said = step["result"], step["said"]
+        text = step["result"]
+        said = step["said"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{error!r}") from error
     if not isinstance(text, str):

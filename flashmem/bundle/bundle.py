@@ -319,7 +319,8 @@ def _read_variant(path: Path, manifest: Mapping[str, Any], index: int, own: Mapp
     *texts, stored = (read_checked(path, name, manifest) for name in variant_files(index))
     try:
         plain, lane = (text.decode() for text in texts[2:])
-        program, plan = Program.from_json(parsed(texts[0].decode())), OverlapPlan.from_json(parsed(texts[1].decode()))
+        program = Program.from_json(parsed(texts[0].decode()))
+        plan = OverlapPlan.from_json(parsed(texts[1].decode()))
     except _UNREADABLE as error:
         raise _damaged(path, error) from error
     del texts

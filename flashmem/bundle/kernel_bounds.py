@@ -166,7 +166,8 @@ def _check_overlaps(name: str, kernel: Kernel, launch: Launch, tensors: Mapping[
         for other, shared in given if parameter.written else ():
             if other is parameter or (tensor is shared and other.name in kernel.over and not other.written):
                 continue
-            before, behind = tensor.offset + _elements(tensor), shared.offset + _elements(shared)
+            before = tensor.offset + _elements(tensor)
+            behind = shared.offset + _elements(shared)
             apart = before <= shared.offset or behind <= tensor.offset
             _require(apart or tensor.memory != shared.memory, f"{name} writes {parameter.name!r} over {other.name!r}")
 
@@ -224,7 +225,8 @@ def parsed_kernels(source: str) -> dict[str, Kernel]:
     Raises:
         BundleError: a statement cannot be parsed, or a kernel has more parameters or statements than flashmem's.
     """
-    found, behind = {}, 0
+    found = {}
+    behind = 0
     bodies = _bodies(source)
     for head in kernel_heads(source):
         declared = source[head.start : head.end]
@@ -269,7 +271,8 @@ def _stated(before: str) -> list[str]:
 def _parameter(text: str) -> _Parameter:
     """Parse one parameter of a kernel."""
     words = text.replace("*", " * ").split()
-    name, declared = words[-1], set(words[:-1])
+    name = words[-1]
+    declared = set(words[:-1])
     if "image2d_t" in declared:
         return _Parameter(name, "texture")
     kind = next((word for word in words if (match := _VECTOR.fullmatch(word)) and match[1] in _ITEMSIZE), "")
@@ -316,7 +319,8 @@ def _loads(body: str) -> Iterator[tuple[str, str, int]]:
 
 def _closing(text: str) -> dict[int, int]:
     """The place of the bracket that closes each bracket, by the place of that."""
-    open_at, ends = list[int](), dict[int, int]()
+    open_at = list[int]()
+    ends = dict[int, int]()
     for match in _BRACKET.finditer(text):
         if match[0] in "([":
             open_at.append(match.start())

@@ -52,7 +52,9 @@ def parsed(text: str) -> Expression:
 
 def arguments(text: str) -> list[str]:
     """Split `text` at the commas outside of brackets."""
-    parts, depth, begin = [], 0, 0
+    parts = []
+    depth = 0
+    begin = 0
     for at, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if letter == "," and depth == 0:
@@ -74,7 +76,9 @@ def _built(node: ast.expr, depth: int) -> Expression:
         inner = _built(node.operand, depth - 1)
         return lambda known: _negated(inner(known))
     if isinstance(node, ast.BinOp):
-        left, right, combine = _built(node.left, depth - 1), _built(node.right, depth - 1), _COMBINE[type(node.op)]
+        left = _built(node.left, depth - 1)
+        right = _built(node.right, depth - 1)
+        combine = _COMBINE[type(node.op)]
         return lambda known: _limited(combine(left(known), right(known)))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "min" and len(node.args) == 2:
         first, second = (_built(each, depth - 1) for each in node.args)

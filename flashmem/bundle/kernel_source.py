@@ -59,7 +59,8 @@ def _check_line(line: str) -> None:
     """Check a line with a directive or with names joined by `##`."""
     directive = _DIRECTIVE.match(line)
     if directive is not None:
-        name, rest = directive[1], " ".join(directive[2].split())
+        name = directive[1]
+        rest = " ".join(directive[2].split())
         if name not in _DIRECTIVES or (name == "pragma" and not _PRAGMA.fullmatch(rest)):
             raise _refused(f"#{name} {rest}")
         parameters = _PARAMETERS.match(directive[2]) if name == "define" else None
@@ -67,7 +68,8 @@ def _check_line(line: str) -> None:
             raise _refused(f"#{name} {rest}")
     before, *following = line.split("##")
     for behind in following:
-        first, second = last_word(before.rstrip()), _NEXT_WORD.match(behind)
+        first = last_word(before.rstrip())
+        second = _NEXT_WORD.match(behind)
         assert second is not None  # it may be empty
         # A name that starts with a digit, or with one of these prefixes and no parameter, is none of the names above.
         if not second[1].isdecimal() and not _OWN_BEGINNING.match(first):

@@ -45,7 +45,8 @@ def _shape(part: Slice) -> tuple[object, ...]:
 
 def _lane_of(kernel: Kernel, kind: LaneKind) -> tuple[object, ...]:
     """The lane's parameters, the last of the kernel, and the kernel's statements about them."""
-    names, kinds = [], []
+    names = []
+    kinds = []
     for place, written in enumerate(lane_places(kind)):
         names += [f"lane_{each}{place}" for each in ("src", "dst", *_NUMBERS)]
         kinds += ["pointer", "pointer" if written == "buffer" else "texture", *("int" for _ in _NUMBERS)]
@@ -70,7 +71,8 @@ def _check_place(kernel: Kernel, kind: LaneKind, part: Slice, place: int) -> Non
         for name, number in zip(_NUMBERS, numbers if other == place else (0, 0, 1, 1), strict=True)
     }
     touched = kernel.touches(known, {f"lane_src{place}", f"lane_dst{place}"}, "lane_")
-    source, target = touched.get(f"lane_src{place}"), touched.get(f"lane_dst{place}")
+    source = touched.get(f"lane_src{place}")
+    target = touched.get(f"lane_dst{place}")
     itemsize = {each.name: each.itemsize for each in kernel.parameters}
     if source is None or target is None:
         raise damaged(f"kernel {kernel.name} does not state what its stream lane touches")

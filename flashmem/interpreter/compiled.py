@@ -130,14 +130,18 @@ class TextCompiler:
         if function.name in self._active:
             raise UnknownTextError("a function that calls itself")
         self._active.append(function.name)
-        scopes, self._scopes = self._scopes, [self._scopes[0], {}]
-        loops, self._loops = self._loops, []
+        scopes = self._scopes
+        self._scopes = [self._scopes[0], {}]
+        loops = self._loops
+        self._loops = []
         parameters = [(self._name(each.name, each.type), each.type) for each in function.parameters]
-        result, gone = self._new_slot(), self._new_slot()
+        result = self._new_slot()
+        gone = self._new_slot()
         self._returned += [result, gone]
         body = self._statement(function.body)
         del self._returned[-2:]
-        self._scopes, self._loops = scopes, loops
+        self._scopes = scopes
+        self._loops = loops
         self._active.pop()
 
         def run(m: LaunchState) -> None:
@@ -190,7 +194,8 @@ class TextCompiler:
         if node.space == "local":
             raise UnknownTextError("a local variable that is no array")
         value = None if node.value is None else self._expression(node.value)
-        slot, type_ = self._name(node.name, node.type), node.type
+        slot = self._name(node.name, node.type)
+        type_ = node.type
 
         if value is None:
             zero = None if type_.is_pointer else of_width(number(0, "int"), type_)
@@ -210,7 +215,8 @@ class TextCompiler:
         count = math.prod(sizes) or len(node.values)
         if node.type.is_pointer:
             return self._pointer_array(node, count)
-        slot, type_ = self._name(node.name, Type(node.type.name, node.type.width, node.space)), node.type
+        slot = self._name(node.name, Type(node.type.name, node.type.width, node.space))
+        type_ = node.type
         rows = tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes) - 1))
         itemsize = DTYPES[type_.name].itemsize * type_.width
         nbytes = -(-count * itemsize // 16) * 16
@@ -233,7 +239,8 @@ class TextCompiler:
     def _pointer_array(self, node: Declare, count: int) -> Execute:
         if len(node.sizes) > 1 or node.values:
             raise UnknownTextError("an array of pointers that is written with its values, or has rows")
-        slot, _ = self._name(node.name, node.type), [self._new_slot() for _ in range(count)]
+        slot = self._name(node.name, node.type)
+        _ = [self._new_slot() for _ in range(count)]
         pointers = PointerArray(node.name, slot + 1, count, node.type)
 
         def declare(m: LaunchState) -> None:
@@ -243,7 +250,8 @@ class TextCompiler:
 
     def _if(self, node: If) -> Execute:
         condition = self._expression(node.condition)
-        yes, no = self._scoped(node.yes), None if node.no is None else self._scoped(node.no)
+        yes = self._scoped(node.yes)
+        no = None if node.no is None else self._scoped(node.no)
 
         def run(m: LaunchState) -> None:
             found: Number = condition(m)
@@ -279,7 +287,8 @@ class TextCompiler:
         begin = None if node.begin is None else self._statement(node.begin)
         condition = None if node.condition is None else self._expression(node.condition)
         step = None if node.step is None else self._expression(node.step)
-        left, skipped = self._new_slot(), self._new_slot()
+        left = self._new_slot()
+        skipped = self._new_slot()
         self._loops.append((left, skipped))
         body = self._scoped(node.body)
         self._loops.pop()
@@ -387,7 +396,8 @@ class TextCompiler:
         if isinstance(node, Unary) and node.sign == "*":
             return self._expression(node.operand)
         if isinstance(node, Index):
-            base, index = self._expression(node.base), self._expression(node.index)
+            base = self._expression(node.base)
+            index = self._expression(node.index)
             return lambda m: base(m).moved(index(m))
         raise UnknownTextError("the address of something that is no element")
 
@@ -405,7 +415,9 @@ class TextCompiler:
     def _binary(self, node: Binary) -> Evaluate:
         if node.sign in ("&&", "||"):
             return self._logical(node)
-        left, right, sign = self._expression(node.left), self._expression(node.right), node.sign
+        left = self._expression(node.left)
+        right = self._expression(node.right)
+        sign = node.sign
         if sign in _COMPARISONS:
             return lambda m: compared(sign, left(m), right(m))
         if sign not in _NUMERIC:
@@ -417,7 +429,8 @@ class TextCompiler:
         return lambda m: arithmetic(sign, left(m), right(m))
 
     def _logical(self, node: Binary) -> Evaluate:
-        left, right = self._expression(node.left), self._expression(node.right)
+        left = self._expression(node.left)
+        right = self._expression(node.right)
         both = node.sign == "&&"
 
         def evaluate(m: LaunchState) -> Value:
@@ -439,8 +452,10 @@ class TextCompiler:
 
     def _assign(self, node: Assign) -> Evaluate:
         get, put = self._place(node.target)
-        value, sign = self._expression(node.value), node.sign
-        product, literal = _is_product(node.value), _is_literal(node.value)
+        value = self._expression(node.value)
+        sign = node.sign
+        product = _is_product(node.value)
+        literal = _is_literal(node.value)
 
         def assign(m: LaunchState) -> Value:
             new = value(m)
@@ -495,7 +510,8 @@ class TextCompiler:
             others = m.holds(found.v == 0)
             if found.e is not None:  # both are computed where either may be meant
                 doubtful = m.holds(found.e > 0)
-                holds, others = holds | doubtful, others | doubtful
+                holds = holds | doubtful
+                others = others | doubtful
             if not others.any():
                 return yes(m)
             if not holds.any():
@@ -554,11 +570,13 @@ class TextCompiler:
         return lambda m: _loaded(m, pointer(m))
 
     def _member(self, node: Member) -> Evaluate:
-        base, name = self._expression(node.base), node.name
+        base = self._expression(node.base)
+        name = node.name
         return lambda m: _components(base(m), name)
 
     def _cast(self, node: Cast) -> Evaluate:
-        parts, type_ = [self._expression(each) for each in node.parts], node.type
+        parts = [self._expression(each) for each in node.parts]
+        type_ = node.type
         if len(parts) == 1:
             return lambda m: _as_declared(parts[0](m), type_)
         scalar = Type(type_.name)
@@ -726,10 +744,12 @@ def _with_components(old: Number, name: str, x: Number) -> Number:
 
 def _vector_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
     """vloadN, vstoreN, and those of halves."""
-    width, half = int(match[3] or 1), bool(match[2])
+    width = int(match[3] or 1)
+    half = bool(match[2])
 
     def place(m: LaunchState, offset: Evaluate, pointer: Evaluate) -> Any:
-        at, base = offset(m), pointer(m)
+        at = offset(m)
+        base = pointer(m)
         if isinstance(base, Reference):
             return base
         return base.moved(arithmetic("*", promoted(at), number(width, "int")))

@@ -42,7 +42,8 @@ def function(name: str) -> Function | None:
     match = _NAMED.fullmatch(name)
     if match is None or match[2] not in DTYPES:
         return None
-    dtype, width = DTYPES[match[2]], int(match[3] or 1)
+    dtype = DTYPES[match[2]]
+    width = int(match[3] or 1)
     if match[1] == "as":
         return lambda x: reinterpreted(x, dtype, width)
     rounding = match[4]
@@ -91,7 +92,8 @@ def _tangent(x: Number) -> Number:
 
 def _power(x: Number, y: Number) -> Number:
     x, y = common(_float(x), _float(y) if is_float(y.v) else converted(y, x.v.dtype))
-    base, exponent = x.v.astype(np.float64), y.v.astype(np.float64)
+    base = x.v.astype(np.float64)
+    exponent = y.v.astype(np.float64)
     v = np.power(base, exponent).astype(x.v.dtype)
     size = np.abs(v.astype(np.float64))
     e = 32 * unit(v) * size

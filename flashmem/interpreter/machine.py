@@ -28,7 +28,8 @@ class LaunchState:
         self, size: Sequence[int], group: Sequence[int], groups: Sequence[tuple[int, ...]], copies: int, slots: int
     ) -> None:
         """`size` and `group` are the launch's, `groups` the work-groups that are executed, by their place in the grid."""
-        self.size, self.group = tuple(size), tuple(group)
+        self.size = tuple(size)
+        self.group = tuple(group)
         dimensions = len(self.size)
         inside = np.array([place[::-1] for place in product(*(range(n) for n in reversed(self.group)))], np.int64)
         self._in_group = len(inside)
@@ -113,7 +114,9 @@ class Reference:
     """The address of a private variable, which is `declared` of a type; what it points to is taken for `type`."""
 
     def __init__(self, slot: int, declared: Type, type_: Type | None = None) -> None:
-        self.slot, self.declared, self.type = slot, declared, type_ or declared
+        self.slot = slot
+        self.declared = declared
+        self.type = type_ or declared
 
     def as_type(self, type_: Type) -> Reference:
         """The same address of another type."""
@@ -128,7 +131,10 @@ class PointerArray:
     """A private array of pointers, each of which is a variable of its own."""
 
     def __init__(self, name: str, first: int, count: int, type_: Type) -> None:
-        self._name, self._first, self._count, self._type = name, first, count, type_
+        self._name = name
+        self._first = first
+        self._count = count
+        self._type = type_
 
     def moved(self, by: Number) -> Reference:
         """The variable of one element.

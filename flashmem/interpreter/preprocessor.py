@@ -52,7 +52,8 @@ def preprocess(text: str, defined: Mapping[str, str] | None = None) -> list[str]
             if not taken:
                 raise UnknownTextError(f"#{word} without a condition")
             holds = active[-2] and not taken[-1] and (word == "else" or _holds("if", rest, macros))
-            active[-1], taken[-1] = holds, taken[-1] or holds
+            active[-1] = holds
+            taken[-1] = taken[-1] or holds
         elif word == "endif":
             active.pop()
             taken.pop()
@@ -67,7 +68,9 @@ def preprocess(text: str, defined: Mapping[str, str] | None = None) -> list[str]
 
 def tokens(text: str) -> list[str]:
     """Split `text` into tokens. Raises UnknownTextError."""
-    found, at, end = [], 0, len(text.rstrip())
+    found = []
+    at = 0
+    end = len(text.rstrip())
     while at < end:
         match = _TOKEN.match(text, at)
         if match is None:
@@ -108,7 +111,9 @@ def _holds(word: str, rest: str, macros: Mapping[str, _Macro]) -> bool:
 
 def _expanded(given: Iterable[str], macros: Mapping[str, _Macro], hidden: frozenset[str] = frozenset()) -> list[str]:
     """The tokens with macros replaced, except those in `hidden`, which are being replaced already."""
-    source, done, at = list(given), [], 0
+    source = list(given)
+    done = []
+    at = 0
     while at < len(source):
         token = source[at]
         macro = macros.get(token) if token not in hidden else None
@@ -118,7 +123,8 @@ def _expanded(given: Iterable[str], macros: Mapping[str, _Macro], hidden: frozen
             continue
         inner = hidden | {token}
         if macro.parameters is None:
-            body, behind = list(macro.body), at + 1
+            body = list(macro.body)
+            behind = at + 1
         elif at + 1 < len(source) and source[at + 1] == "(":
             arguments, behind = _arguments(source, at + 2)
             body = _substituted(token, macro, arguments, macros, hidden)

@@ -372,7 +372,9 @@ class _Parser:
 
     def _specifiers(self) -> tuple[Type, str, bool]:
         """A type without stars, its address space, and whether it is const."""
-        kind, space, constant = "", "", False
+        kind = ""
+        space = ""
+        constant = False
         while True:
             token = self._tokens[self._at]
             if token == "__attribute__":

@@ -92,7 +92,8 @@ def converted(x: Number, dtype: Any, rounding: str = "") -> Number:
 
     `rounding`: "rte" rounds a float to the next integer, ties to even; "sat" in it limits to the type's range.
     """
-    v, e = x.v, x.e
+    v = x.v
+    e = x.e
     if v.dtype == dtype:
         return x
     if is_float(v) and dtype.kind in "iu":
@@ -169,7 +170,8 @@ def common(a: Number, b: Number) -> tuple[Number, Number]:
         return a, b
     if a.v.ndim == 2:
         raise UnknownTextError("an operator between vectors of different types")
-    a, b = promoted(a), promoted(b)
+    a = promoted(a)
+    b = promoted(b)
     dtype = a.v.dtype if _RANK[a.v.dtype] >= _RANK[b.v.dtype] else b.v.dtype
     return converted(a, dtype), converted(b, dtype)
 

@@ -102,7 +102,8 @@ class Baseline:
         if self.strategy == "always-next":
             return {w.name: max(1, w.first_use - 1) for w in instance.weights}
         opens: dict[str, int] = {}
-        before, of_kind = 1, dict[str, int]()
+        before = 1
+        of_kind = dict[str, int]()
         for operator in self.operators:
             first = operator.first if self.waits else before
             if self.strategy == "same-op":
@@ -198,7 +199,8 @@ class Baseline:
             preload = base | added
             return self._bound(instance, preload) <= budget and measure(self._tight(instance, preload)) <= budget
 
-        plans, filled = [], set[frozenset[str]]()
+        plans = []
+        filled = set[frozenset[str]]()
         for name, order in _ORDERS.items():
             preload = base | _most_that_fit([w.name for w in sorted(rest, key=order)], fits)
             if preload in filled:
@@ -228,7 +230,8 @@ class Baseline:
             if self._bound(instance, preload) < needed:
                 smaller = self._tight(instance, preload)
                 if measure(smaller) < needed:
-                    plan, needed = smaller, measure(smaller)
+                    plan = smaller
+                    needed = measure(smaller)
         if needed > budget:
             raise BudgetError(
                 f"budget of {budget} bytes is too small: {needed} bytes are needed, with {plan.preload_ratio:.0%} of the "
@@ -264,7 +267,8 @@ _LEAN_STEPS = 32
 
 def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool]) -> frozenset[str]:
     """The longest prefix of `names` that fits, found by bisection."""
-    low, high = 0, len(names)
+    low = 0
+    high = len(names)
     while low < high:
         middle = (low + high + 1) // 2
         if fits(frozenset(names[:middle])):

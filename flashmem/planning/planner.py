@@ -57,7 +57,8 @@ def plan_instance(
 
     Without `complete`, steps by which programs are not compared are left to `completed`, if the objective has any.
     """
-    problem, objective = Problem(instance, program, mode, limits), objective_of(limits.resolved_objective)
+    problem = Problem(instance, program, mode, limits)
+    objective = objective_of(limits.resolved_objective)
 
     def make(staged: Instance) -> OverlapPlan:
         posed = problem.of(staged)

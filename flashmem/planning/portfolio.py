@@ -117,7 +117,10 @@ def soonest_plan(problem: Problem) -> OverlapPlan:
         BudgetError: no plan fits.
         UserError: an unknown name to preload.
     """
-    plan, lambda_, limit, measure = _fastest_plan(problem), problem.limits.resolved_lambda, problem.limit, problem.measure
+    plan = _fastest_plan(problem)
+    lambda_ = problem.limits.resolved_lambda
+    limit = problem.limit
+    measure = problem.measure
     if not lambda_:
         return plan
     return leaner(problem.instance, plan, lambda_, lambda each: limit is None or measure(each) <= limit, problem.roomiest)
@@ -125,7 +128,10 @@ def soonest_plan(problem: Problem) -> OverlapPlan:
 
 def _fastest_plan(problem: Problem) -> OverlapPlan:
     """The plan with the earliest first answer. If only M_peak is limited, slices too large for it are in W."""
-    instance, preload, limit, measure = problem.instance, problem.asked, problem.limit, problem.measure
+    instance = problem.instance
+    preload = problem.asked
+    limit = problem.limit
+    measure = problem.measure
     operators = operators_of(problem.program)
     if limit is None:
         return fastest(instance, operators, preload)
@@ -173,7 +179,8 @@ def strategy_plan(problem: Problem) -> OverlapPlan:
         BudgetError: no plan fits.
         UserError: resident-first without a budget, or an unknown name to preload.
     """
-    limits, operators = problem.limits, operators_of(problem.program)
+    limits = problem.limits
+    operators = operators_of(problem.program)
     baseline = Baseline(limits.strategy, operators, problem.asked, limits.resolved_lambda, problem.fixed)
     if limits.budget is not None:
         return baseline.within(problem.instance, limits.budget, problem.in_all)

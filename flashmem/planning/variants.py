@@ -86,7 +86,8 @@ def _later(instance: Instance, plan: OverlapPlan) -> float:
 
 def _rooms(variant: VariantProblem, budget: int) -> list[OverlapPlan]:
     """Plans of a variant for the first answer with nothing kept, in several M_peak. Raises BudgetError: no plan fits."""
-    instance, asked = variant.instance, variant.plan.asked
+    instance = variant.instance
+    asked = variant.plan.asked
     chosen = forced_preload(instance, asked)
     roomiest, _ = plan_within(instance, budget, variant.measure, preload=chosen, quick=True)
 
@@ -130,13 +131,15 @@ def planned_together(
     Their own plans otherwise, and for first answers where memory is shared.
     `variants`: each program, and the plan that it has alone.
     """
-    objective, plans = objective_of(limits.resolved_objective), [plan for _, plan in variants]
+    objective = objective_of(limits.resolved_objective)
+    plans = [plan for _, plan in variants]
     answers_first = objective.kind.value == "first run"
     if limits.budget is None or limits.strategy != "stream" or not objective.serves_later_runs:
         return plans
     if descriptor.shares_memory and answers_first:
         return plans
-    threads, piece = min(plan.loader_threads for plan in plans), min(plan.piece_bytes for plan in plans)
+    threads = min(plan.loader_threads for plan in plans)
+    piece = min(plan.piece_bytes for plan in plans)
     problems = []
     for program, plan in variants:
         instance = planning_instance(program, descriptor, mode, limits.replace(chunk=plan.chunk_bytes))

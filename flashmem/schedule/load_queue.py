@@ -39,7 +39,9 @@ class LoadQueue(Generic[Item]):
 
     def next(self, done: int, *, ahead: bool) -> int | None:
         """The first item that is released after `done` launches; with `ahead`, else the first one. None if there is none."""
-        due, taken, by_release = self._due, self._taken, self._by_release
+        due = self._due
+        taken = self._taken
+        by_release = self._by_release
         while self._released < len(taken) and self._items[by_release[self._released]].after <= done:
             heappush(due, by_release[self._released])
             self._released += 1
@@ -66,7 +68,9 @@ class LoadQueue(Generic[Item]):
 
     def _waiting(self, most: int) -> Iterator[int]:
         """The first items that are not taken, at most `most`."""
-        taken, last, number = self._taken, len(self._taken), self._first
+        taken = self._taken
+        last = len(self._taken)
+        number = self._first
         while number < last and taken[number]:
             number += 1
         self._first = number

@@ -102,7 +102,8 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
         last = w.last_mover if staging else w.last_use
         if w.name in slot_of:
             slot = slot_of[w.name]
-            free[w.name], slots[slot] = slots[slot], last
+            free[w.name] = slots[slot]
+            slots[slot] = last
             continue
         start = offsets[w.name] // POOL_ALIGNMENT
         place = pages[start : start - (-slices[w.name].file_bytes // POOL_ALIGNMENT)]

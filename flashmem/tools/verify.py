@@ -147,7 +147,8 @@ def _errors(answer: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]
     """The max abs error, and the same relative to the range of `expected` (to its magnitude if it is constant)."""
     if answer.shape != expected.shape:
         return np.inf, np.inf
-    got, want = answer.astype(np.float64), expected.astype(np.float64)
+    got = answer.astype(np.float64)
+    want = expected.astype(np.float64)
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     if same.all():
         return 0.0, 0.0

@@ -67,7 +67,8 @@ class Compiler:
     """
 
     def __init__(self, gpu: Gpu, root: Root, seconds: float = MOST_SECONDS) -> None:
-        self.gpu, self.root = gpu, root
+        self.gpu = gpu
+        self.root = root
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -103,7 +104,8 @@ class Compiler:
         with contextlib.suppress(BrokenPipeError):  # its output says why it ended
             process.stdin.write(json.dumps({"text": text, "options": list(options)}).encode() + b"\n")
             process.stdin.flush()
-        lines, answer = [], None
+        lines = []
+        answer = None
         for line in process.stdout:
             if line.startswith(_BUILT):
                 answer = line.removeprefix(_BUILT)

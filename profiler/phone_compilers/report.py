@@ -83,7 +83,8 @@ def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0, stored: StoredRes
     Raises:
         UserError: the compilers cannot be set up or started on this machine.
     """
-    root, distinct = root_of(gpu), list(dict.fromkeys(texts.values()))
+    root = root_of(gpu)
+    distinct = list(dict.fromkeys(texts.values()))
     processes = jobs or len(os.sched_getaffinity(0))
     idle: SimpleQueue[Compiler] = SimpleQueue()
 

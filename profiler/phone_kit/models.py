@@ -14,7 +14,8 @@ from onnx import helper, numpy_helper
 
 Array = NDArray[Any]
 
-STREAMED_LAYERS, STREAMED_WIDTH = 12, 1024
+STREAMED_LAYERS = 12
+STREAMED_WIDTH = 1024
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ def _indexing(n: _Nodes) -> None:
     n.out("Gather", n.weight(40, 16), n.given(np.array([3, 0, 39, 7, 7])), axis=0)
     n.out("GatherElements", x, n.given(n.random.integers(0, 20, (5, 30))), axis=0)
     n.out("ScatterElements", x, n.given(n.random.permutation(20)[:3].repeat(30).reshape(3, 30)), n.input(3, 30), axis=0)
-    boxes, scores = n.given(n.random.uniform(0, 9, (2, 50, 4)).astype(np.float32)), n.input(2, 3, 50)
+    boxes = n.given(n.random.uniform(0, 9, (2, 50, 4)).astype(np.float32))
+    scores = n.input(2, 3, 50)
     n.node(
         "NonMaxSuppression",
         boxes,

@@ -52,7 +52,8 @@ def unpack(archive: Path, folder: Path) -> Path:
     """
     with zipfile.ZipFile(archive) as file:
         about = json.loads(file.read("kit.json"))
-        library, done = folder / "library", folder / "kit.json"
+        library = folder / "library"
+        done = folder / "kit.json"
         if done.is_file() and done.read_bytes() == file.read("kit.json"):
             return library
         done.unlink(missing_ok=True)  # another kit's: it is written last

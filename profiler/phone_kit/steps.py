@@ -197,7 +197,8 @@ def rates(kit: KitRun) -> str:
     """
     assert kit.device is not None
     launches = kit.contents.launches(kit.contents.device_for(kit.device.descriptor))
-    module, number = "flashmem.profiler.phone_kit.rates", str(kit.device.number)
+    module = "flashmem.profiler.phone_kit.rates"
+    number = str(kit.device.number)
     minutes = _RATES_MINUTES * kit.scale
     ended = kit.child(60 * (_RATES_MINUTES + 1), module, launches, number, kit.work, f"{minutes:.3f}")
     if not ended.ok:

@@ -37,7 +37,8 @@ def check_bundle(path: Path, *, as_json: bool) -> None:
     except BundleError:
         bundle_cache.forget(bundle.files)
         raise
-    nbytes, seconds = bundle.program.weights_bytes, time.perf_counter() - begun
+    nbytes = bundle.program.weights_bytes
+    seconds = time.perf_counter() - begun
     slices = len({part.name for variant in bundle.variants for part in variant.program.slices})
     if as_json:
         shapes = [port_shapes(variant.program.inputs) for variant in bundle.variants]
@@ -69,7 +70,8 @@ def replan_bundle(path: Path, budget: int, output: Path | None) -> Path:
 def list_cache(*, as_json: bool) -> None:
     """Print the bundles in the cache, most recently used first, and the size of the compiled kernels."""
     known = bundle_cache.entries()
-    total, limit = sum(entry.nbytes for entry in known), bundle_cache.limit()
+    total = sum(entry.nbytes for entry in known)
+    limit = bundle_cache.limit()
     programs = ProgramCache()
     count, nbytes = programs.size()
     if as_json:

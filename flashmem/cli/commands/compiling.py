@@ -219,5 +219,6 @@ def open_bundle(
 
 _LAST_SECONDS = 10
 
-_OPENED, _STEP = 8 << 20, 4 << 20
+_OPENED = 8 << 20
+_STEP = 4 << 20
 """Bytes that an opened bundle and the inputs of a run take, and the step in which a process's memory counts."""

@@ -163,7 +163,8 @@ class HandedOver(Mapping[str, NDArray[Any]]):
     """Inputs that a run can take over, to free them while launches run. They are created again for the next run."""
 
     def __init__(self, make: Callable[[], dict[str, NDArray[Any]]]) -> None:
-        self._make, self._arrays = make, make()
+        self._make = make
+        self._arrays = make()
         self._names = tuple(self._arrays)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -209,7 +210,9 @@ def _draw_timeline(path: Path, outcome: Outcome, device: str) -> None:
     from flashmem.tools.simulation.scenario import describe
     from flashmem.tools.simulation.simulator import simulate
 
-    bundle, mode, strategy = outcome.bundle, outcome.transfer_mode, cast(Strategy, outcome.strategy)
+    bundle = outcome.bundle
+    mode = outcome.transfer_mode
+    strategy = cast(Strategy, outcome.strategy)
     descriptor = find_descriptor(device, own=bundle.descriptor)
     memory = outcome.reports[0].memory
     host = None if memory.host is None else memory.host.budget_bytes
@@ -275,7 +278,9 @@ def _warm(later: Sequence[RunReport]) -> float:
 
 def _print(outcome: Outcome, options: RunCommand, verification: Verification | None) -> None:
     first, *later = outcome.reports
-    plan, memory, latency = outcome.bundle.plan, first.memory, first.latency
+    plan = outcome.bundle.plan
+    memory = first.memory
+    latency = first.latency
     peak = max(report.memory.peak_bytes for report in outcome.reports)
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
     process = ""
@@ -330,7 +335,8 @@ def _host_memory(host: HostMemoryUse, later: Sequence[RunReport]) -> str:
     text += f" of {format_size(host.budget_bytes)}"
     if not later:
         return text
-    loaded, copied = later[-1].loaded_bytes, later[-1].host_tier_bytes
+    loaded = later[-1].loaded_bytes
+    copied = later[-1].host_tier_bytes
     return f"{text}; a later run loads {format_size(loaded)} of weights, {format_size(copied)} of them from there"
 
 

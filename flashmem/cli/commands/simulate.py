@@ -101,7 +101,9 @@ def _subject(options: SimulateCommand) -> _Subject:
 
 
 def _simulate(subject: _Subject, mode: str, budget: int | None, strategy: Strategy, options: SimulateCommand) -> _Simulated:
-    program, plan, descriptor = subject.program, subject.plan, subject.descriptor
+    program = subject.program
+    plan = subject.plan
+    descriptor = subject.descriptor
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy, shares_memory=descriptor.shares_memory)
     again = sum(map(tier_bytes, reloaded([(preloaded(plan) if strategy == "preload" else plan, program.slices)])))
@@ -119,8 +121,10 @@ def _simulate(subject: _Subject, mode: str, budget: int | None, strategy: Strate
 
 def prediction_json(simulated: _Simulated, options: SimulateCommand) -> dict[str, Any]:
     """The JSON object of the prediction, with the keys of `flashmem run` that a prediction has."""
-    prediction, program = simulated.prediction, simulated.subject.program
-    latency, memory = prediction.report.latency, prediction.report.memory
+    prediction = simulated.prediction
+    program = simulated.subject.program
+    latency = prediction.report.latency
+    memory = prediction.report.memory
     seconds = {"integrated": latency.integrated, "init": latency.init, "exec": latency.exec, "warm": prediction.later}
     return {
         "simulated": True,
@@ -152,8 +156,10 @@ def _title(simulated: _Simulated, options: SimulateCommand) -> str:
 
 
 def _print(simulated: _Simulated, options: SimulateCommand) -> None:
-    prediction, descriptor = simulated.prediction, simulated.subject.descriptor
-    latency, memory = prediction.report.latency, prediction.report.memory
+    prediction = simulated.prediction
+    descriptor = simulated.subject.descriptor
+    latency = prediction.report.latency
+    memory = prediction.report.memory
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
     if (host := memory.host) is not None:
         of = "" if host.budget_bytes is None else f" of {format_size(host.budget_bytes)}"

@@ -46,7 +46,9 @@ PAGE = (
 
 _INPUT = "x"  # of both networks
 _BUDGET = "50MB"
-_PAPER, _INK, _MARGIN = (250, 247, 240), (30, 30, 40), 40
+_PAPER = (250, 247, 240)
+_INK = (30, 30, 40)
+_MARGIN = 40
 
 
 @dataclass
@@ -70,7 +72,8 @@ def draw_page(lines: Sequence[tuple[int, str]] = PAGE) -> Image:
 
     height = 2 * _MARGIN + sum(round(size * 1.6) for size, _ in lines)
     page = Image.new("RGB", (ocr.DETECTOR_SHAPE[3], height), _PAPER)
-    draw, top = ImageDraw.Draw(page), _MARGIN
+    draw = ImageDraw.Draw(page)
+    top = _MARGIN
     for size, text in lines:
         draw.text((_MARGIN, top), text, font=ImageFont.load_default(size), fill=_INK)
         top += round(size * 1.6)

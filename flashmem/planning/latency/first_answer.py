@@ -115,7 +115,8 @@ def _serve(
 ) -> None:
     """Move the chunks `left` of `queue` (in order of use) during layers with capacity `rooms`, walking backwards."""
     waiting: list[int] = []  # latest use first; entries before `head` are finished, or their window has closed
-    head, unseen = 0, len(queue) - 1
+    head = 0
+    unseen = len(queue) - 1
     for layer in range(len(rooms), 0, -1):
         while unseen >= 0 and queue[unseen].first_use > layer:
             waiting.append(unseen)
@@ -159,7 +160,8 @@ class _Spread:
         """Add `chunks` to `moves`, at layers `opens` to i_w - 1."""
         last = w.first_use - 1
         reach = self.able if self.able[last] > self.able[opens - 1] else self.any
-        low, high = reach[opens - 1], reach[last]
+        low = reach[opens - 1]
+        high = reach[last]
         wished = low + (high - low) * (np.arange(chunks) + 0.5) / chunks
         layers, shares = np.unique(opens + np.searchsorted(reach[opens:last], wished), return_counts=True)
         for layer, share in zip(layers.tolist(), shares.tolist(), strict=True):

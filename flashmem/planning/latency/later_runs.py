@@ -198,10 +198,12 @@ _TRIES = 5
 
 def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measure: Measure) -> OverlapPlan:
     """`plan` that keeps weights greedily in `order`, as many as fit."""
-    best, most = plan, -1
+    best = plan
+    most = -1
     room = limit - measure(plan)
     for _ in range(_TRIES):
-        chosen, left = set[str](), room
+        chosen = set[str]()
+        left = room
         for w in order:
             if w.nbytes <= left:
                 chosen.add(w.name)
@@ -209,7 +211,8 @@ def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measu
         trial = keeping(plan, chosen)
         spare = limit - measure(trial)
         if spare >= 0 and room > most:
-            best, most = trial, room
+            best = trial
+            most = room
         if 0 <= spare <= limit // 100 or not chosen:
             break
         room += spare if spare > 0 else spare * 3 // 2
@@ -219,14 +222,16 @@ def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measu
 def _topped_up(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measure: Measure) -> OverlapPlan:
     """`plan` that keeps further weights, each one that fits beside those before it; the largest ones first."""
     kept = {w.name for w in plan.weights if w.keep}
-    spare, tries = limit - measure(plan), 0
+    spare = limit - measure(plan)
+    tries = 0
     for w in sorted(order, key=lambda w: -w.nbytes):
         if w.name in kept or w.nbytes > spare:
             continue
         trial = keeping(plan, {w.name})
         left = limit - measure(trial)
         if left >= 0:
-            plan, spare = trial, left
+            plan = trial
+            spare = left
         tries += 1
         if tries == _TRIES:
             break
@@ -249,7 +254,9 @@ def leanest(
 
     The search ends when less than `near` bytes can be gained.
     """
-    low, high, chosen = least, best.m_peak, best
+    low = least
+    high = best.m_peak
+    chosen = best
     worst = value(best) * (1 + _WORTH)
     for _ in range(_HALVINGS):
         if high - low < near:
@@ -257,7 +264,8 @@ def leanest(
         middle = (low + high) // 2
         plan = make(middle)
         if value(plan) <= worst:
-            high, chosen = middle, plan
+            high = middle
+            chosen = plan
         else:
             low = middle
     return chosen

@@ -64,7 +64,8 @@ def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, in
     """
     if len({i.name for i in intervals}) != len(intervals):
         raise ValueError("two intervals have the same name")
-    first, last = min((i.first for i in intervals), default=0), max((i.last for i in intervals), default=0)
+    first = min((i.first for i in intervals), default=0)
+    last = max((i.last for i in intervals), default=0)
     offsets: dict[str, int] = {}
     base = 0
     for i in intervals:
@@ -133,10 +134,12 @@ def _smaller_ring(
 
 def _wide_ring(in_time: Sequence[Interval], alignment: int, bound: int) -> tuple[dict[str, int], int]:
     """A ring of `bound` bytes, the lower bound, or the first wider one in steps of `_RING_WIDENING` that works."""
-    size, more = bound, bound // _RING_WIDENING
+    size = bound
+    more = bound // _RING_WIDENING
     while (ring := _ring(in_time, alignment, size)) is None:
         more = max(more, alignment)
-        size, more = _round_up(bound + more, alignment), 2 * more
+        size = _round_up(bound + more, alignment)
+        more = 2 * more
     return ring
 
 
@@ -223,7 +226,8 @@ class _Pools:
         *,
         shares_memory: bool,
     ) -> None:
-        self.planned, self.shares_memory = planned, shares_memory
+        self.planned = planned
+        self.shares_memory = shares_memory
         self.layers = layers
         self.piece = piece
         self.page = page

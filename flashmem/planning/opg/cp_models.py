@@ -84,7 +84,9 @@ class Window:
         one = dict.fromkeys(self.chosen, 1)
         largest = max((paper.chunks[w.name] for w in instance.weights if w.first_use > last and w.name in alone), default=1)
         counts: list[cp_model.IntVar] = []
-        self.carry, self.unit, self.paper = carry, unit, paper
+        self.carry = carry
+        self.unit = unit
+        self.paper = paper
         self.rows: list[_Row] = []
         for layer in range(last, first - 1, -1):
             new = arrivals[layer]
@@ -104,7 +106,8 @@ class Window:
                 model.add(count >= self._streamed(waits[layer], one))
             counts.append(count)
             self.rows.append(_Row(new, served, largest, waits[layer], chunks, nbytes, count))
-            chunks_above, bytes_above = chunks, nbytes
+            chunks_above = chunks
+            bytes_above = nbytes
         if first == 1:
             model.add(chunks_above <= instance.layers[0].capacity)
         if room is not None:
@@ -143,7 +146,8 @@ class FullModel:
 
     def solve(self, hint: Decision | None, cp: cp_model.CpSolver) -> tuple[Decision | None, int]:
         """The best plan found, if any, and a proven bound on the cost."""
-        paper, instance = self.paper, self.paper.instance
+        paper = self.paper
+        instance = self.paper.instance
         model = cp_model.CpModel()
         layers = range(1, len(instance.layers) + 1)
         moved_at: defaultdict[int, list[cp_model.IntVar]] = defaultdict(list)
@@ -155,7 +159,8 @@ class FullModel:
         preloaded: list[cp_model.LinearExpr] = []
         unit = math.gcd(0, *(w.nbytes for w in self.weights)) or 1
         for w in self.weights:
-            total, size = paper.chunks[w.name], w.nbytes // unit
+            total = paper.chunks[w.name]
+            size = w.nbytes // unit
             p = chosen[w.name] = model.new_bool_var(f"p {w.name}")
             hinted = hint is not None and w.name in hint.preload
             if hint is not None:

@@ -84,7 +84,9 @@ class CpSat:
         """
         paper = self.paper
         windows = list(self._windows())
-        preload, bound, found = self.fixed, 0, False
+        preload = self.fixed
+        bound = 0
+        found = False
         for number, (first, last) in enumerate(windows):
             room = None if paper.limit is None else paper.limit - paper.bytes_of(preload)
             window = Window(paper, self.alone, max(1, first - _LOOKAHEAD), last, self._pending(preload, last + 1), room)

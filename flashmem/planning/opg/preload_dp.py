@@ -47,7 +47,8 @@ _TABLE_ENTRIES = 20_000_000
 _TABLE_MOST = 2_000_000_000
 """The most entries of a table that is worth computing: about ten seconds."""
 
-_FIRST_WIDTH, _WIDER = 16, 8
+_FIRST_WIDTH = 16
+_WIDER = 8
 """The most labels of a layer in the first pass, and the factor for each next pass. Better plans let it drop more labels."""
 
 _LABEL_SECONDS = 3e-6
@@ -266,7 +267,8 @@ class _CostToGo:
         start = np.full(self.width, _NEVER, np.int64)
         start[0] = 0  # after layer 1 no chunk may be pending
         self.kept: list[NDArray[np.int64]] = [start]  # rows 0, block, 2 block ...
-        self.begin, self.rows = 0, [start]
+        self.begin = 0
+        self.rows = [start]
         layers = program.layers
         for begin in range(0, layers, self.block):
             if begin:
@@ -281,12 +283,14 @@ class _CostToGo:
         return self.rows[layer - self.begin]
 
     def _compute(self, begin: int, end: int) -> None:
-        self.begin, self.rows = begin, [self.kept[begin // self.block]]
+        self.begin = begin
+        self.rows = [self.kept[begin // self.block]]
         for layer in range(begin + 1, end + 1):
             self.rows.append(self._next(layer, self.rows[-1]))
 
     def _next(self, layer: int, below: NDArray[np.int64]) -> NDArray[np.int64]:
-        program, paper = self.program, self.program.paper
+        program = self.program
+        paper = self.program.paper
         arrivals = program.used_at.get(layer, ())
         go = below
         preloaded = 0

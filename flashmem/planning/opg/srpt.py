@@ -178,11 +178,13 @@ class _Walk:
     def _cheapest(self, first: int, last: int) -> int | None:
         """The layer where one more chunk above capacity costs least relative to the layer's latency; the latest of equals."""
         assert self.ceiling is not None
-        best, least = None, math.inf
+        best = None
+        least = math.inf
         for layer in range(last, max(first, last - _SCAN + 1) - 1, -1):
             used = self.used[layer]
             if used < self.ceiling[layer - 1]:
                 cost = (used + 1 - self.layers[layer - 1].capacity) * self.weight_above[layer - 1]
                 if cost < least:
-                    best, least = layer, cost
+                    best = layer
+                    least = cost
         return best

@@ -136,7 +136,9 @@ def _check(context: Any, job: dict[str, Any]) -> dict[str, Any]:
     from flashmem.runtime.checking.trial import Trial
     from flashmem.runtime.kernels.verdicts import UNOPTIMISED
 
-    trial, options, binary = Trial.from_json(job["check"]), tuple(job["options"]), job["binary"]
+    trial = Trial.from_json(job["check"])
+    options = tuple(job["options"])
+    binary = job["binary"]
 
     def optimised() -> Any:
         if binary is not None:

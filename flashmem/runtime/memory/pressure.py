@@ -107,7 +107,10 @@ class Follower:
     def __init__(
         self, held: Callable[[], int], apply: Callable[[int], object], clock: Callable[[], float], root: Path = Path("/")
     ) -> None:
-        self._held, self._apply, self._clock, self._root = held, apply, clock, root
+        self._held = held
+        self._apply = apply
+        self._clock = clock
+        self._root = root
         self._stop = threading.Lock()  # free once it is to end
         self._stop.acquire()
         begun = clock()
@@ -121,13 +124,15 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._stop.acquire(timeout=SAMPLE_SECONDS):
-            before, self.state = self.state, wanted(self.state, sample(self._clock(), self._held(), self._root))
+            before = self.state
+            self.state = wanted(self.state, sample(self._clock(), self._held(), self._root))
             if self.state.budget is not None and self.state.budget != before.budget:
                 self._apply(self.state.budget)
 
     def stop(self) -> None:
         """Stop the thread and, unless this thread calls it, wait for its end."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             self._stop.release()
             if threading.current_thread() is not thread:
@@ -181,7 +186,8 @@ def _left(group: Path, *, mapped: bool = False) -> int | None:
     used = _text(group / name).strip()
     if not used.isdecimal():
         return None
-    cached, counted = 0, _FILE_PAGES | (_MAPPED_PAGES if mapped else {})
+    cached = 0
+    counted = _FILE_PAGES | (_MAPPED_PAGES if mapped else {})
     for line in _text(group / "memory.stat").splitlines():
         key, _, value = line.partition(" ")
         if key in counted and value.strip().isdecimal():

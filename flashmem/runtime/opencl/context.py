@@ -305,7 +305,8 @@ class Context:
         """Wait until it is made. Raises RunError: the driver refuses."""
         making = self._making
         if making is not None:
-            self._handle, self._making = making.result(), None
+            self._handle = making.result()
+            self._making = None
 
     def queue(self, *, profiling: bool = False) -> Queue:
         """A new in-order queue."""
@@ -319,7 +320,8 @@ class Context:
 
         `probed`: results of probes (`DeviceDescriptor.probed`). Qualcomm's queues are used after theirs has passed.
         """
-        find, own = functions_of(self.device.handle.platform), queue.handle.int_ptr
+        find = functions_of(self.device.handle.platform)
+        own = queue.handle.int_ptr
         try:
             if COMMAND_BUFFERS in self.device.extensions:
                 return CommandBuffers(find, own)

@@ -25,7 +25,8 @@ def no_device(machine: str | None = None, *, android: bool | None = None) -> NoD
 
     `machine` is the name from `platform.machine`, `android` whether the system is Android; by default those of this machine.
     """
-    machine, android = machine or platform.machine(), is_android() if android is None else android
+    machine = machine or platform.machine()
+    android = is_android() if android is None else android
     if android:
         advice = "find out what to type with: flashmem doctor"
     elif machine.lower() in ("x86_64", "amd64"):

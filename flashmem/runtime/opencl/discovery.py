@@ -27,7 +27,8 @@ from flashmem.runtime.opencl.icd import installed_drivers, vendors_folder
 from flashmem.runtime.opencl.instruction_set import instruction_set
 from flashmem.runtime.opencl.pocl import one_thread_a_core, writable_pocl_cache
 
-_IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # not in pyopencl's wheels
+_IMAGE_PITCH_ALIGNMENT = 0x104A
+_IMAGE_BASE_ALIGNMENT = 0x104B  # not in pyopencl's wheels
 
 _COMPUTE_CAPABILITY_MAJOR = 0x4000  # CL_DEVICE_COMPUTE_CAPABILITY_MAJOR_NV
 _DOT_PRODUCT_CAPABILITIES = 0x1073  # CL_DEVICE_INTEGER_DOT_PRODUCT_CAPABILITIES_KHR; bit 0: packed words
@@ -43,7 +44,8 @@ _started_in: int | None = None
 
 
 _starting = threading.Lock()
-_begun, _begun_lock = Waiters(), threading.Lock()  # who waits until drivers are starting
+_begun = Waiters()
+_begun_lock = threading.Lock()  # who waits until drivers are starting
 _BEGIN_SECONDS = 0.02
 
 _surroundings: tuple[int, ExitStack] | None = None

@@ -34,7 +34,9 @@ class _ArbitratedMemory:
     halts = True
 
     def __init__(self, loaded: LoadedModel, arbiter: MemoryArbiter, planner: Planner) -> None:
-        self._loaded, self._arbiter, self._planner = loaded, arbiter, planner
+        self._loaded = loaded
+        self._arbiter = arbiter
+        self._planner = planner
 
     def begin(self, done: int) -> Run | None:
         """The run after launch `done`; None if the budget has changed meanwhile."""
@@ -64,7 +66,8 @@ class Worker:
         self._device = device
         self.arbiter = MemoryArbiter(device, self._queue, self._tell_relieved)
         self._planner = Planner(device, self.arbiter)
-        self._lock, self._changed = threading.RLock(), Waiters()  # for the attributes below; callbacks of futures call `submit`
+        self._lock = threading.RLock()  # for the attributes below
+        self._changed = Waiters()  # callbacks of futures call `submit`
         self._waiting: deque[Answer] = deque()
         self._chores: deque[tuple[Callable[[], None], FencedFuture[None]]] = deque()  # work for the thread between runs
         self._running: LoadedModel | None = None
@@ -113,7 +116,8 @@ class Worker:
 
         `halt_always`: the current run halts even if its model cannot run in `limit`. Raises RunError once closed.
         """
-        done, budget = FencedFuture[None](), self._device.budget
+        done = FencedFuture[None]()
+        budget = self._device.budget
         with self._lock:
             self.refuse_closed()
             budget.limit = limit
@@ -182,9 +186,12 @@ class Worker:
             why = f"its thread failed: {type(error).__name__}: {error}"
         with self._lock:
             self.closing = self.closing or why
-            left, self._waiting = self._waiting, deque()
-            chores, self._chores = self._chores, deque()
-            relieved, self._relieved = self._relieved, []
+            left = self._waiting
+            self._waiting = deque()
+            chores = self._chores
+            self._chores = deque()
+            relieved = self._relieved
+            self._relieved = []
         models = self.arbiter.models()
         try:
             call_each(
@@ -204,7 +211,8 @@ class Worker:
                 turn = None
                 if not (self._waiting or self._chores or self.closing or self.arbiter.pressed):
                     turn = self._changed.turn()
-                chores, self._chores = self._chores, deque()
+                chores = self._chores
+                self._chores = deque()
                 answer = self._waiting.popleft() if self._waiting and not chores and not self.closing else None
                 if answer is not None and answer.set_running_or_notify_cancel():
                     self._running = answer.loaded
@@ -286,7 +294,8 @@ class Worker:
         with self._lock:
             if self._device.budget.room < 0:
                 return
-            relieved, self._relieved = self._relieved, []
+            relieved = self._relieved
+            self._relieved = []
         _tell(relieved)
 
     def _queue(self) -> list[LoadedModel]:

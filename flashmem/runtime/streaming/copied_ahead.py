@@ -91,7 +91,8 @@ class AheadTransfer(Transfer):
 
     def _plan(self, loads: Sequence[Load], *, apart: bool) -> Planned:
         held: dict[int, list[tuple[Copy, int]]] = {}
-        others, tier = list[Load](), self.tier if apart else None
+        others = list[Load]()
+        tier = self.tier if apart else None
         for load in loads:
             place = tier.place(load.part, load.segment) if tier is not None and tier.has_all(load.part) else None
             if place is None:
@@ -106,11 +107,13 @@ class AheadTransfer(Transfer):
     def _joined(self, loads: Sequence[Load]) -> list[list[Load]]:
         """The loads, neighbours together whose segments follow each other in the file, are small, and pass through the ring."""
         joined: list[list[Load]] = []
-        most, tier = min(JOINED_BYTES, self.ring.piece_bytes), self.tier
+        most = min(JOINED_BYTES, self.ring.piece_bytes)
+        tier = self.tier
         for load in loads:
             begin, nbytes = load.place
             if joined and self.checksums is None:
-                first, last = joined[-1][0], joined[-1][-1]
+                first = joined[-1][0]
+                last = joined[-1][-1]
                 gap = begin - last.place[0] - last.place[1]
                 small = 0 <= gap < POOL_ALIGNMENT and begin + nbytes - first.place[0] <= most
                 alike = load.after <= first.after and load.preload == first.preload
@@ -130,7 +133,8 @@ class AheadTransfer(Transfer):
             ]
             yield Read(start, sum(loads[-1].place) - start, copies, load.after)
             return
-        most, part = self.ring.piece_bytes, load.part
+        most = self.ring.piece_bytes
+        part = load.part
         if part.is_image:
             most = most // part.row_pitch * part.row_pitch
         for at in range(0, nbytes, most):

@@ -34,7 +34,8 @@ class MappedRing:
 
     def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, pieces: int) -> None:
         """Allocate `nbytes` in equal `pieces`; none for 0 bytes. Raises RunError: the budget or the device refuses it."""
-        self._ledger, self._mapped = ledger, None
+        self._ledger = ledger
+        self._mapped = None
         self._free: list[Bytes] = []
         if nbytes:
             buffer = ledger.buffer("staging", nbytes, _WHAT, host_visible=True)
@@ -57,7 +58,8 @@ class MappedRing:
     def close(self) -> None:
         """Unmap it."""
         self._free.clear()
-        mapped, self._mapped = self._mapped, None
+        mapped = self._mapped
+        self._mapped = None
         if mapped is not None:
             self._ledger.unmap(mapped)
 
@@ -76,7 +78,8 @@ class PinnedRing:
         self._ledger = ledger
         self._free: list[Bytes] = []
         self._copying: deque[tuple[Bytes, CopyEvent]] = deque()
-        self.pieces, self.piece_bytes = pieces, _piece_bytes(nbytes, pieces)
+        self.pieces = pieces
+        self.piece_bytes = _piece_bytes(nbytes, pieces)
         self._pages: Apart[Bytes] | None = Apart("flashmem-ring", large_pages, nbytes) if nbytes else None
 
     @property
@@ -115,7 +118,8 @@ class PinnedRing:
 
     def close(self) -> None:
         """Drop it, once no copy reads it. Raises RunError if one failed."""
-        pages, self._pages = self._pages, None
+        pages = self._pages
+        self._pages = None
         if pages is not None:
             pages.wait()  # who took a piece of pages that were refused got the error
         copying = [copy for _, copy in self._copying]

@@ -40,10 +40,14 @@ class WeightObjects:
         Raises:
             RunError: the device or the budget refuses.
         """
-        self._ledger, self._memory = ledger, weight_memory(layout, slices, apart=apart)
-        memory, before, has = self._memory, WeightMemory({}, {}, {}), dict[str, DeviceMemory]()
+        self._ledger = ledger
+        self._memory = weight_memory(layout, slices, apart=apart)
+        memory = self._memory
+        before = WeightMemory({}, {}, {})
+        has = dict[str, DeviceMemory]()
         if after is not None:
-            before, has = after._memory, after._objects
+            before = after._memory
+            has = after._objects
         stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
         stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
         ledger.free([handle for name, handle in has.items() if name not in stays])
@@ -59,7 +63,8 @@ class WeightObjects:
             name, offset = memory.place_of[part.name]
             alone = apart and not offset  # a sub-buffer would take memory of its own (docs/research/opencl-notes.md)
             parted = name in memory.buffers and not alone
-            whole, nbytes = self._objects[name], whole_words(part.file_bytes)
+            whole = self._objects[name]
+            nbytes = whole_words(part.file_bytes)
             self.places[part.name] = ledger.part("weights", cast(Buffer, whole), offset, nbytes) if parted else whole
 
     def joined(self, parts: Sequence[Slice]) -> DeviceMemory | None:

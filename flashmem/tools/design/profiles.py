@@ -69,7 +69,8 @@ def candidates(
 
 def compiled(variant: Variant, processor: Processor, budget: int | None, *, here: bool) -> Bundle:
     """The candidate's bundle in the user's cache. Its kernels are built if the device is on this machine (`here`)."""
-    device, shapes = processor.device, dict(variant.shapes)
+    device = processor.device
+    shapes = dict(variant.shapes)
     return compile_model(variant.path, device=device, precision=variant.precision, shapes=shapes, budget=budget, build=here)
 
 
@@ -96,7 +97,9 @@ def _measured(bundle: Bundle, device: str, profiling: Profiling) -> tuple[float,
 
 
 def _simulated(bundle: Bundle) -> tuple[float, tuple[float, ...], int]:
-    program, plan, descriptor = bundle.program, bundle.plan, bundle.descriptor
+    program = bundle.program
+    plan = bundle.plan
+    descriptor = bundle.descriptor
     mode = choose_mode(descriptor, "auto", path=program.memory_path, planned=bundle.meta.get("mode"), strategy="stream")
     plan = replace(plan, layouts={mode: layout_for(program, plan, mode)})
     predicted = simulate(describe(program, plan, descriptor, mode, disk="cached"), bundle.budget_bytes)

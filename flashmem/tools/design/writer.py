@@ -69,7 +69,8 @@ def write(solved: Solved, folder: Path, *, here: bool, progress: Callable[[str],
     if folder.exists() and not (folder / FILE).is_file() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty and has no {FILE}; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    designs, before = described(solved), _bundles_in(folder)
+    designs = described(solved)
+    before = _bundles_in(folder)
     chosen = {_bundle(each): each for row in solved.solution.designs for each in solved.decisions[row]}
     for name, each in chosen.items():
         progress(f"writing {name}")
@@ -102,7 +103,8 @@ def described(solved: Solved) -> Designs:
 
 
 def _part(candidate: Candidate) -> TaskAssignment:
-    device, processor = candidate.processor.device, candidate.processor.name
+    device = candidate.processor.device
+    processor = candidate.processor.name
     usual = float(np.median(candidate.profile.later))
     return TaskAssignment(candidate.task, _bundle(candidate), device, processor, candidate.profile.memory, usual)
 

@@ -98,7 +98,8 @@ def look(
     copied = f"{prefix}/opt/vendor/lib/libOpenCL.so" if prefix else ""
     copy = root / copied.lstrip("/") if copied else None
     if copy is None or not copy.is_file() or copy.stat().st_size == 0:  # the package has an empty file until it is set up
-        copied, copy = "", None
+        copied = ""
+        copy = None
     version, error, loaded = _pyopencl() if root == Path("/") else ("", "", "")
     return Surroundings(
         machine=machine or platform.machine(),
@@ -157,7 +158,8 @@ def _loaders(root: Path, prefix: str) -> tuple[str, ...]:
 
 def _icds(root: Path, named: str) -> tuple[Icd, ...]:
     """The files in the folder `named`, or this file itself: what OCL_ICD_VENDORS may be, in place of the usual folder."""
-    there, found = root / named.lstrip("/"), []
+    there = root / named.lstrip("/")
+    found = []
     for file in sorted(there.glob("*.icd")) if there.is_dir() else [there] if there.is_file() else []:
         library = file.read_text(encoding="utf-8", errors="replace").strip()
         place = root / library.lstrip("/")

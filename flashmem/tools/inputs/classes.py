@@ -101,12 +101,15 @@ def likeliest(outputs: Mapping[str, NDArray[Any]], labels: Labels) -> Classes | 
     if not np.isfinite(values).all():
         return None
     if labels.several:
-        chances, how = 1 / (1 + np.exp(-values)), "sigmoid of the output"
+        chances = 1 / (1 + np.exp(-values))
+        how = "sigmoid of the output"
     elif _is_distribution(values):
-        chances, how = values, "probabilities as the model gives them"
+        chances = values
+        how = "probabilities as the model gives them"
     else:
         exponents = np.exp(values - values.max())
-        chances, how = exponents / exponents.sum(), "softmax of the output"
+        chances = exponents / exponents.sum()
+        how = "softmax of the output"
     order = np.argsort(-chances, kind="stable")[:SHOWN]
     rows = tuple((float(chances[index]), int(index), _label(labels.names, index)) for index in order)
     return Classes(name, how, rows)

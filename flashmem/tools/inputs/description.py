@@ -15,7 +15,9 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle, is_language_folder
 from flashmem.bundle.shape_variants import port_shapes
 
-PREPROCESSOR, CONFIG, TOKENIZER = "preprocessor_config.json", "config.json", "tokenizer.json"
+PREPROCESSOR = "preprocessor_config.json"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 """Files of a Hugging Face folder."""
 
 

@@ -72,9 +72,12 @@ def _fitted(image: Image, wanted: ImageFormat) -> Image:
     if wanted.before_crop is not None:
         height, width = wanted.before_crop
     elif width <= height:
-        width, height = shorter, int(shorter * height / width)
+        height = int(shorter * height / width)
+        width = shorter
     else:
-        width, height = int(shorter * width / height), shorter
+        width = int(shorter * width / height)
+        height = shorter
     resized = image.resize((width, height), chosen)
-    left, top = (width - wanted.width) // 2, (height - wanted.height) // 2
+    left = (width - wanted.width) // 2
+    top = (height - wanted.height) // 2
     return resized.crop((left, top, left + wanted.width, top + wanted.height))  # beyond its edges: black

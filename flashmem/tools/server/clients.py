@@ -11,7 +11,8 @@ from starlette.types import Receive
 
 from flashmem.base.errors import UserError
 
-MOST_BYTES, MOST_SECONDS = 4 << 20, 60
+MOST_BYTES = 4 << 20
+MOST_SECONDS = 60
 """The longest body of a request, and the longest time until it is there."""
 
 _Result = TypeVar("_Result")

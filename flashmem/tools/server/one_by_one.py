@@ -16,7 +16,8 @@ class OneByOne:
     """A thread for work, one piece of it at a time. The methods are for the thread of the event loop."""
 
     def __init__(self, name: str) -> None:
-        self._thread, self._is_busy = ThreadPoolExecutor(1, name), False
+        self._thread = ThreadPoolExecutor(1, name)
+        self._is_busy = False
         self._waiting: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
 
     def begin(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:

@@ -26,7 +26,8 @@ class OwnPages:
     """
 
     def __init__(self, app: ASGIApp, address: str) -> None:
-        self._app, self._names = app, _names_of(address)
+        self._app = app
+        self._names = _names_of(address)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""

@@ -50,7 +50,8 @@ class Prediction:
 
 def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
     """Simulate the first run of a session, and a later one. `budget` is only written to the reports."""
-    first, later = _SimulatedRun(scenario), _SimulatedRun(scenario.later())
+    first = _SimulatedRun(scenario)
+    later = _SimulatedRun(scenario.later())
     return Prediction(first.simulate_run(budget), later.simulate_run(budget), first.events.busy, tuple(first.disk))
 
 
@@ -83,7 +84,8 @@ class _Memory:
         self.history.append((now, self.total))
         self.changes.append((now, category, self.by_category[category]))
         if self.total > self.peak:
-            self.peak, self.peak_by_category = self.total, dict(self.by_category)
+            self.peak = self.total
+            self.peak_by_category = dict(self.by_category)
 
     def average(self, until: float) -> float:
         moments = [*self.history, (until, 0)]
@@ -116,7 +118,8 @@ class _SimulatedRun:
         if self.machine.disk_bandwidth is not None:
             self.events.start(self._disk())
         self.events.run(self._host())
-        memory, ended = self.memory, self.events.now
+        memory = self.memory
+        ended = self.events.now
         use = MemoryUse(
             memory.peak, memory.average(ended), budget, dict(memory.peak_by_category), None, tuple(memory.history),
             changes=tuple(memory.changes), host=self.scenario.host,
@@ -270,7 +273,8 @@ class _Loader:
         self._free()
 
     def _work(self, thread: int) -> Process:
-        simulated, events = self._simulated, self._simulated.events
+        simulated = self._simulated
+        events = self._simulated.events
         while True:
             yield lambda: self._stopping or bool(self._to_free) or self._next() is not None
             if self._stopping:
@@ -302,7 +306,8 @@ class _Loader:
 
     def _copy(self, load: SimulatedLoad, start: float, thread: int, steps: list[tuple[Step, float]]) -> Process:
         """The copy of a load, after its release."""
-        released, events = self._released(load), self._simulated.events
+        released = self._released(load)
+        events = self._simulated.events
         if not released():
             yield released
             steps.append(("wait", events.now))

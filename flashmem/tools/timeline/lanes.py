@@ -15,7 +15,8 @@ from flashmem.schedule.loads import Step, TimedInterval
 BarKind = Literal["layer", "idle", "disk", "read", "wait", "copy"]
 """What a bar shows: a layer, the device while it waits for a slice, a read of a cold disk, or a step of a load."""
 
-COMPUTE, DISK = "compute", "disk"
+COMPUTE = "compute"
+DISK = "disk"
 
 _NOTICEABLE = 50e-6
 """Seconds of a delay below which a text does not mention it: a thread needs them to wake up."""
@@ -190,7 +191,8 @@ def _memory(memory: MemoryUse, opened: float, start: float, end: float) -> Itera
     """Memory between changes, with times since the session was open, up to `end`."""
     totals = _last_at_each_time((at - opened, nbytes) for at, nbytes in memory.over_time)
     categories = dict[str, int]()
-    changes, taken = memory.changes, 0
+    changes = memory.changes
+    taken = 0
     ends = [*(at for at, _ in totals[1:]), end] if totals else []
     for (at, nbytes), until in zip(totals, ends, strict=True):
         while taken < len(changes) and changes[taken][0] - opened <= at:

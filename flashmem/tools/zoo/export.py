@@ -97,7 +97,8 @@ def seeded_network(name: str, *, size: int | None = None, seed: int = 0) -> tupl
     Raises:
         UserError: an unknown name, a missing `zoo` extra, or a size that the architecture does not support.
     """
-    model, torch = find(name), zoo_module("torch")
+    model = find(name)
+    torch = zoo_module("torch")
     torch.manual_seed(seed)
     with torch.no_grad():
         network, first, _ = _built(torch, model, model.default_size if size is None else size, seed)

@@ -26,7 +26,8 @@ def write_random(name: str, path: Path, seed: int = 0) -> None:
 
 def write_with_random_weights(graph: Graph, path: Path, seed: int = 0) -> None:
     """Write `graph` to `path`. Its placeholders become weights drawn from `seed`."""
-    random, users = np.random.default_rng(seed), _users(graph)
+    random = np.random.default_rng(seed)
+    users = _users(graph)
     for value in graph.constants():
         if isinstance(value.constant, Placeholder):
             value.constant = ArrayConstant(_weight(value, users[value], random))
@@ -48,7 +49,8 @@ def graph_to_onnx(graph: Graph) -> onnx.ModelProto:
             key: numpy_helper.from_array(value) if isinstance(value, np.ndarray) else value
             for key, value in node.attributes.items()
         }
-        inputs, outputs = [name(v) for v in node.inputs], [name(v) for v in node.outputs]
+        inputs = [name(v) for v in node.inputs]
+        outputs = [name(v) for v in node.outputs]
         nodes.append(helper.make_node(node.op, inputs, outputs, name=node.name, **attributes))
     model = helper.make_model(
         helper.make_graph(nodes, "graph", [_info(p) for p in graph.inputs], [_info(p) for p in graph.outputs], constants),

@@ -267,7 +267,8 @@ class ResNet:
         x = net.op("MaxPool", [x], (1, self.stem, side, side), kernel_shape=(3, 3), strides=(2, 2), pads=(1, 1, 1, 1))
         for stage, (depth, width) in enumerate(zip(self.depths, self.widths, strict=True)):
             for block in range(depth):
-                at, stride = f"stages.{stage}.{block}", 2 if stage and not block else 1
+                at = f"stages.{stage}.{block}"
+                stride = 2 if stage and not block else 1
                 y = net.relu(net.conv(x, f"{at}.0", width // 4, 1, 1, 0))
                 y = net.relu(net.conv(y, f"{at}.1", width // 4, 3, stride, 1))
                 y = net.conv(y, f"{at}.2", width, 1, 1, 0)
@@ -297,7 +298,9 @@ class MobileNet:
         x = net.relu6(net.conv(image, "stem", self.stem, 3, 2, 1))
         for stage, (factor, channels, depth, first) in enumerate(self.stages):
             for block in range(depth):
-                at, before, inside = f"stages.{stage}.{block}", x, factor * x.shape[1]
+                at = f"stages.{stage}.{block}"
+                before = x
+                inside = factor * x.shape[1]
                 stride = 1 if block else first
                 if factor > 1:
                     x = net.relu6(net.conv(x, f"{at}.expand", inside, 1, 1, 0))
@@ -328,7 +331,9 @@ class MobileNetV3:
         net = Net(name)
         x = net.hard_swish(net.conv(net.input("pixel_values", (1, 3, pixels, pixels), "float32"), "stem", self.stem, 3, 2, 1))
         for block, (kernel, inside, channels, squeezes, swish, stride) in enumerate(self.blocks):
-            at, before, activate = f"blocks.{block}", x, net.hard_swish if swish else net.relu
+            at = f"blocks.{block}"
+            before = x
+            activate = net.hard_swish if swish else net.relu
             if inside != x.shape[1]:
                 x = activate(net.conv(x, f"{at}.expand", inside, 1, 1, 0))
             x = activate(net.conv(x, f"{at}.depthwise", inside, kernel, stride, kernel // 2, groups=inside))

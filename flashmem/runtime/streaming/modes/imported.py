@@ -35,7 +35,8 @@ class ImportTransfer(MapTransfer):
         together: Mapping[str, Slice],
         after: ImportTransfer | None = None,
     ) -> None:
-        self._context, self._importer = context, HostImports(context)
+        self._context = context
+        self._importer = HostImports(context)
         self._imports: dict[str, tuple[DeviceMemory, ...]] = {}  # by slice: what to release, in that order
         super().__init__(context, ledger, file, slices, places, content_hashes, together, after)
         if after is not None:

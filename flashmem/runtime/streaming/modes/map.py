@@ -39,7 +39,8 @@ class MapTransfer(ThreadedTransfer):
         super().__init__(file)
         file.missed = True  # populating pages does not report misses
         self._ledger = ledger
-        self._all, self._content_hashes = places, content_hashes
+        self._all = places
+        self._content_hashes = content_hashes
         self._places: dict[str, SharedSlice] = {}
         self._together: dict[str, Buffer] = {}  # by the slices that they join
         try:
