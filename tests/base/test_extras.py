@@ -49,7 +49,6 @@ COMMANDS = {
     "xgboost": [["profile", "-o", "p"], ["profile", "--dataset", str(ROOT / "devices/pocl.profile.csv.gz"), "--report"]],
     "bokeh": [["simulate", MODEL, "--timeline", "t.html"], ["run", MODEL, "--timeline", "t.html"]],
     "matplotlib": [
-        ["simulate", MODEL, "--timeline", "t.png"],
         ["sweep", MODEL, "--m-peak", "8MB", "-o", "s.csv", "--plot", "s.png"],
         ["queue", "a.flashmem", "--plot", "q.png"],
         ["profile", "--dataset", str(ROOT / "devices/pocl.profile.csv.gz"), "--report", "--figures", "f"],

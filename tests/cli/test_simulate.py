@@ -264,7 +264,6 @@ SWEEP = ("sweep", RESNET, "--m-peak", "1MB")
         ("simulate", RESNET, "--disk", "lukewarm"),
         ("simulate", RESNET, "--budget", "1KB"),
         ("simulate", RESNET, "--timeline", "no/such/folder/t.html"),
-        ("simulate", RESNET, "--timeline", "no/such/folder/t.html"),
         ("simulate", RESNET, "--timeline", "t.svg"),
         ("simulate", "zoo:"),
         ("simulate", "zoo:no-such-model"),
