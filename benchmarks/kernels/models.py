@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 import flashmem
+from benchmarks.exports.models import find
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.tools.zoo.graphs import zoo_graph
-from flashmem.tools.zoo.models import find
 
 Row = dict[str, Any]
 MODELS = ("resnet50", "vit-b16", "gptneo-125m")

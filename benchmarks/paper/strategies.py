@@ -2,7 +2,7 @@
 
     python -m benchmarks.paper.strategies --zoo DIR --device pocl [--budgets 64MB 128MB] [--disk cold] [--runs 5]
 
-DIR contains models that `flashmem zoo export` wrote. Every strategy is a plan of the same program, run by the same runtime with
+DIR contains models that `benchmarks.exports` wrote. Every strategy is a plan of the same program, run by the same runtime with
 the same kernels in the same transfer mode. That program is the one that the compiler generates for the smallest of the budgets.
 Medians of fresh processes that alternate; the program cache is filled first. Budgets are given, or fractions of the weights
 (`--ratios`). A budget that some strategy cannot satisfy is raised to 2 % more than the smallest that all can. Answers are

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.design --zoo DIR [--device pocl ...] [--json FILE] [--plot PNG]
 
-DIR contains models that `flashmem zoo export` wrote. The application classifies images (ResNet-50 or ViT-B/16), reads
+DIR contains models that `benchmarks.exports` wrote. The application classifies images (ResNet-50 or ViT-B/16), reads
 (GPT-Neo-125M) and measures depth (DepthAnything-S), in single and in half precision, within each of `--budgets`. Every
 candidate is measured. Then an exhaustive search over all decisions, in plain arithmetic, must agree with RASS. Prints the
 designs and the policy (CARIn, Tables 7 and 8), and the optimality over that of simpler methods (Figures 3 to 6). Also prints

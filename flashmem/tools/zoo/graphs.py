@@ -7,6 +7,7 @@ data. `tests/tools/zoo/test_graphs.py` compares the graphs of GPT-Neo, ViT, Whis
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashmem.base.errors import UserError
@@ -174,7 +175,7 @@ class Vit:
 
 @dataclass(frozen=True)
 class WideVit:
-    """The ViT and, with `mixing`, DeepViT of `flashmem.tools.zoo.vision_transformer`: patches are normalised vectors."""
+    """The ViT and, with `mixing`, DeepViT of vit-pytorch: patches are normalised vectors."""
 
     layers: int
     hidden: int
@@ -349,9 +350,12 @@ class MobileNetV3:
         return net.finish(net.gemm(x, "classifier", self.classes))
 
 
+Config = GptNeo | TiedDecoder | Llama | Vit | WideVit | WhisperEncoder | ResNet | MobileNet | MobileNetV3
+
+
 @dataclass(frozen=True)
 class _Known:
-    config: GptNeo | TiedDecoder | Llama | Vit | WideVit | WhisperEncoder | ResNet | MobileNet | MobileNetV3
+    config: Config
     size: int  # tokens, frames, or pixels a side
     source: str
 
@@ -388,15 +392,41 @@ _ZOO = {
 }
 
 
-def zoo_graph(name: str) -> Graph:
-    """The graph of a known architecture as the importer would make it: before decomposition, batch 1, default size.
+def zoo_graph(name: str, size: int | None = None) -> Graph:
+    """The graph of a known architecture as the importer would make it: before decomposition, batch 1, for inputs of `size` or
+    the model's own.
 
     Raises:
-        UserError: no such architecture.
+        UserError: no such architecture, or a size that it cannot take.
     """
     check_architecture(name)
     known = _ZOO[name]
-    return known.config.graph(name, known.size)
+    if size is None:
+        return known.config.graph(name, known.size)
+    unit, step = _sizes(known.config)
+    if size < 1 or size % step:
+        raise UserError(f"the size of {name} is a positive multiple of {step} {unit}, not {size}")
+    return known.config.graph(name, size)
+
+
+def architectures() -> Iterator[tuple[str, str, str]]:
+    """Name, size of the input with its unit, and source of each architecture."""
+    for name, known in _ZOO.items():
+        unit, _ = _sizes(known.config)
+        yield name, f"{known.size} {unit}", known.source
+
+
+def _sizes(config: Config) -> tuple[str, int]:
+    """The unit of the size of an input, and what it is a multiple of."""
+    match config:
+        case GptNeo() | TiedDecoder() | Llama():
+            return "tokens", 1
+        case WhisperEncoder():
+            return "frames", 2
+        case Vit() | WideVit():
+            return "pixels", config.patch
+        case _:
+            return "pixels", 32
 
 
 def check_architecture(name: str) -> None:
