@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import onnx
@@ -33,7 +33,7 @@ def export_architecture(name: str, folder: Path, *, size: int | None = None, see
     graph = zoo_graph(name, size)
     folder.mkdir(parents=True, exist_ok=True)
     random = np.random.default_rng(seed)
-    inputs = {port.name: _example(port, random) for port in graph.inputs}
+    inputs: dict[str, Any] = {port.name: _example(port, random) for port in graph.inputs}
     with written_whole(folder / "inputs.npz") as file:
         np.savez(file, **inputs)
     path = folder / "model.onnx"
@@ -84,7 +84,7 @@ class _Drawn:
 class _Outside:
     """Tensors whose data are in a file beside the model, each written once it is drawn."""
 
-    def __init__(self, graph: Graph, seed: int, file: BinaryIO, location: str) -> None:
+    def __init__(self, graph: Graph, seed: int, file: IO[bytes], location: str) -> None:
         self._drawn = _Drawn(graph, seed)
         self._file = file
         self._location = location
