@@ -63,11 +63,11 @@ def _as_line(row: Row) -> dict[str, Any]:
 
 
 def _as_row(line: dict[str, str]) -> Row:
-    values = {name: _parsed(kind, line[name]) for name, kind in _OWN.items()}
-    return Row(features=LaunchFeatures(**{name: _parsed(kind, line[name]) for name, kind in _FEATURES.items()}), **values)
+    values = {name: _parse(kind, line[name]) for name, kind in _OWN.items()}
+    return Row(features=LaunchFeatures(**{name: _parse(kind, line[name]) for name, kind in _FEATURES.items()}), **values)
 
 
-def _parsed(kind: Any, text: str) -> Any:
+def _parse(kind: Any, text: str) -> Any:
     return kind(text) if kind in (int, float) else text
 
 

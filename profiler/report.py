@@ -145,13 +145,13 @@ def _judge(what: str, known: _Known, predictor: Predictor, held: Callable[[Row],
     machine = known.machine
     pairs = [(row, raw) for row, raw in zip(known.paced, known.raw, strict=True) if held(row)]
     predictions = [
-        PredictedRow(row, _loaded(predictor, row), _by_roofline(basis, machine, row), raw.seconds * raw.slowdown)
+        PredictedRow(row, _loaded_latency(predictor, row), _by_roofline(basis, machine, row), raw.seconds * raw.slowdown)
         for row, raw in pairs
     ]
     return HeldOut(what, predictions, _capacities([row for row, _ in pairs], predictor, basis, machine), alike)
 
 
-def _loaded(predictor: Predictor, row: Row) -> float:
+def _loaded_latency(predictor: Predictor, row: Row) -> float:
     seconds = predictor.seconds_of(row.features)
     if row.mode == "none":
         return seconds

@@ -211,7 +211,7 @@ class Language:
                 template, given.get("chat_trims", {}), given.get("chat_thoughts", "kept"), given.get("sampling", {}),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise _damaged() from error
+            raise _damage_error() from error
         made._check()
         return made
 
@@ -242,7 +242,7 @@ class Language:
             and (self.chat is None or chat.keys() >= CHAT)
         )
         if not right:
-            raise _damaged()
+            raise _damage_error()
 
 
 RECOMMENDED: Mapping[str, str] = MappingProxyType(
@@ -265,5 +265,5 @@ CHAT = frozenset({"user", "user assistant", "assistant user"})
 """The pieces that every chat template in pieces has; others are missing if it refuses such messages or has none for them."""
 
 
-def _damaged() -> BundleError:
+def _damage_error() -> BundleError:
     return BundleError("the bundle's language.json is damaged; compile the model again")

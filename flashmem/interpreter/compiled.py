@@ -47,14 +47,14 @@ from flashmem.interpreter.values import (
     bitwise,
     chosen,
     common,
-    compared,
-    converted,
+    compare,
+    convert,
     is_float,
     known,
     number,
     of_width,
-    promoted,
-    reinterpreted,
+    promote,
+    reinterpret,
     truth,
 )
 
@@ -250,8 +250,8 @@ class TextCompiler:
 
     def _if(self, node: If) -> Execute:
         condition = self._expression(node.condition)
-        yes = self._scoped(node.yes)
-        no = None if node.no is None else self._scoped(node.no)
+        yes = self._in_scope(node.yes)
+        no = None if node.no is None else self._in_scope(node.no)
 
         def run(m: LaunchState) -> None:
             found: Number = condition(m)
@@ -276,7 +276,7 @@ class TextCompiler:
 
         return run
 
-    def _scoped(self, node: SyntaxNode) -> Execute:
+    def _in_scope(self, node: SyntaxNode) -> Execute:
         self._scopes.append({})
         made = self._statement(node)
         self._scopes.pop()
@@ -290,7 +290,7 @@ class TextCompiler:
         left = self._new_slot()
         skipped = self._new_slot()
         self._loops.append((left, skipped))
-        body = self._scoped(node.body)
+        body = self._in_scope(node.body)
         self._loops.pop()
         self._scopes.pop()
         first = not node.after
@@ -382,14 +382,14 @@ class TextCompiler:
             return self._pointer_to(node.operand)
         operand = self._expression(node.operand)
         if node.sign == "*":
-            return lambda m: _loaded(m, operand(m))
+            return lambda m: _load(m, operand(m))
         if node.sign == "-":
             return lambda m: _negative(operand(m))
         if node.sign == "+":
             return operand
         if node.sign == "!":
-            return lambda m: compared("==", operand(m), number(0, "int"))
-        return lambda m: _inverted(operand(m))
+            return lambda m: compare("==", operand(m), number(0, "int"))
+        return lambda m: _invert(operand(m))
 
     def _pointer_to(self, node: SyntaxNode) -> Evaluate:
         """The address of an element."""
@@ -406,7 +406,7 @@ class TextCompiler:
 
         def step(m: LaunchState) -> Value:
             old = get(m)
-            new = _moved(node.sign, old, number(1, "int"))
+            new = _move(node.sign, old, number(1, "int"))
             put(m, new)
             return new if node.first else old
 
@@ -419,7 +419,7 @@ class TextCompiler:
         right = self._expression(node.right)
         sign = node.sign
         if sign in _COMPARISONS:
-            return lambda m: compared(sign, left(m), right(m))
+            return lambda m: compare(sign, left(m), right(m))
         if sign not in _NUMERIC:
             return lambda m: bitwise(sign, left(m), right(m))
         if sign in "+-":
@@ -462,7 +462,7 @@ class TextCompiler:
             if sign:
                 old = get(m)
                 if isinstance(old, Pointer | PointerChoice):
-                    new = _moved(sign, old, new)
+                    new = _move(sign, old, new)
                 elif sign in "+-":
                     new = _sum(sign, old, new, (False, product), literal)
                 else:
@@ -494,7 +494,7 @@ class TextCompiler:
             else:  # an element of an array of pointers
                 m.assign(place.slot, _as_declared(x, place.type))
 
-        return lambda m: _loaded(m, pointer(m)), store
+        return lambda m: _load(m, pointer(m)), store
 
     def _ternary(self, node: Ternary) -> Evaluate:
         condition, yes, no = map(self._expression, (node.condition, node.yes, node.no))
@@ -567,7 +567,7 @@ class TextCompiler:
 
     def _index(self, node: Index) -> Evaluate:
         pointer = self._pointer_to(node)
-        return lambda m: _loaded(m, pointer(m))
+        return lambda m: _load(m, pointer(m))
 
     def _member(self, node: Member) -> Evaluate:
         base = self._expression(node.base)
@@ -584,7 +584,7 @@ class TextCompiler:
         def vector(m: LaunchState) -> Value:
             found = [part(m) for part in parts]
             columns = [of_width(x, scalar if x.v.ndim == 1 else Type(type_.name, x.width)) for x in found]
-            return _joined(columns, type_.width)
+            return _join(columns, type_.width)
 
         return vector
 
@@ -643,9 +643,9 @@ def _is_literal(node: SyntaxNode) -> bool:
 
 def _sum(sign: str, left: Value, right: Value, products: tuple[bool, bool], literal: bool) -> Value:
     if not isinstance(left, Number):
-        return _moved(sign, left, right)
+        return _move(sign, left, right)
     if not isinstance(right, Number):
-        return _moved(sign, right, left)
+        return _move(sign, right, left)
     fused: Array | None = None
     for x, is_product in zip((left, right), products, strict=True):
         if is_product and is_float(x.v):
@@ -654,25 +654,25 @@ def _sum(sign: str, left: Value, right: Value, products: tuple[bool, bool], lite
     return arithmetic(sign, left, right, fused, literal)
 
 
-def _moved(sign: str, old: Value, by: Number) -> Value:
+def _move(sign: str, old: Value, by: Number) -> Value:
     if isinstance(old, Number):
         return arithmetic(sign, old, by)
     if isinstance(old, Reference):
         raise UnknownTextError("a computed address of a variable")
-    return old.moved(by if sign == "+" else _negative(converted(by, DTYPES["long"])))
+    return old.moved(by if sign == "+" else _negative(convert(by, DTYPES["long"])))
 
 
 def _negative(x: Number) -> Number:
-    x = promoted(x)
+    x = promote(x)
     return Number(-x.v, x.e)
 
 
-def _inverted(x: Number) -> Number:
-    x = promoted(x)
+def _invert(x: Number) -> Number:
+    x = promote(x)
     return Number(~x.v, None if x.e is None else known(np.where(x.e > 0, np.inf, 0.0)))
 
 
-def _loaded(m: LaunchState, pointer: Any, width: int = 0) -> Any:
+def _load(m: LaunchState, pointer: Any, width: int = 0) -> Any:
     if isinstance(pointer, Pointer) and pointer.in_row:  # a row of an array of arrays
         return pointer
     if isinstance(pointer, Reference):
@@ -681,7 +681,7 @@ def _loaded(m: LaunchState, pointer: Any, width: int = 0) -> Any:
             return found
         wanted = width or pointer.type.width
         dtype = DTYPES[pointer.type.name]
-        return found if found.v.dtype == dtype and found.width == wanted else reinterpreted(found, dtype, wanted)
+        return found if found.v.dtype == dtype and found.width == wanted else reinterpret(found, dtype, wanted)
     return pointer.load(m.mask, m.items, width)
 
 
@@ -693,7 +693,7 @@ def _as_declared(x: Value, type_: Type) -> Value:
     return x
 
 
-def _joined(columns: list[Number], width: int) -> Number:
+def _join(columns: list[Number], width: int) -> Number:
     """A vector of scalars and vectors."""
     rows = max(x.v.shape[0] for x in columns)
     wide = [x.v[:, None] if x.v.ndim == 1 else x.v for x in columns]
@@ -731,7 +731,7 @@ def _components(x: Number, name: str) -> Number:
 
 def _with_components(old: Number, name: str, x: Number) -> Number:
     places = _places(name, old.width)
-    x = converted(x, old.v.dtype)
+    x = convert(x, old.v.dtype)
     rows = max(old.v.shape[0], x.v.shape[0])
     v = np.array(np.broadcast_to(old.v, (rows, old.width)))
     v[:, places] = x.v if x.v.ndim == 2 else x.v[:, None]
@@ -752,13 +752,13 @@ def _vector_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
         base = pointer(m)
         if isinstance(base, Reference):
             return base
-        return base.moved(arithmetic("*", promoted(at), number(width, "int")))
+        return base.moved(arithmetic("*", promote(at), number(width, "int")))
 
     if match[1] == "load":
 
         def load(m: LaunchState) -> Value:
-            found = _loaded(m, place(m, *arguments), width)
-            return converted(found, DTYPES["float"]) if half else found
+            found = _load(m, place(m, *arguments), width)
+            return convert(found, DTYPES["float"]) if half else found
 
         return load
 
@@ -786,7 +786,7 @@ def _image_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
             image: Image = arguments[0](m)
             at: Number = arguments[-1](m)
             x, y = coordinates(at)
-            found = converted(image.load(x, y), kind)
+            found = convert(image.load(x, y), kind)
             return (
                 found
                 if at.e is None
@@ -799,7 +799,7 @@ def _image_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
         image: Image = arguments[0](m)
         x, y = coordinates(arguments[1](m))
         texel: Number = arguments[2](m)
-        image.store(x, y, converted(texel, image.texels.dtype), m.mask, m.items)
+        image.store(x, y, convert(texel, image.texels.dtype), m.mask, m.items)
         return texel
 
     return write

@@ -11,7 +11,7 @@ import numpy as np
 from flashmem.interpreter.errors import OutsideError, UnknownTextError
 from flashmem.interpreter.memory import Image, KernelMemory, Pointer, PointerChoice
 from flashmem.interpreter.syntax import Type
-from flashmem.interpreter.values import DTYPES, Array, Number, reinterpreted
+from flashmem.interpreter.values import DTYPES, Array, Number, reinterpret
 
 Value = Any
 
@@ -76,7 +76,7 @@ class LaunchState:
         if self.mask is None or old is None:
             self.variables[slot] = new
         elif isinstance(new, Number):
-            self.variables[slot] = merged(self.mask, new, old)
+            self.variables[slot] = merge_masked(self.mask, new, old)
         else:
             rows = Number(self.mask.astype(np.int32))
             self.variables[slot] = choose_pointer(rows, new, old)
@@ -124,7 +124,7 @@ class Reference:
 
     def bits(self, x: Number) -> Number:
         """`x`, which is written there, as a value of the variable."""
-        return reinterpreted(x, DTYPES[self.declared.name], self.declared.width)
+        return reinterpret(x, DTYPES[self.declared.name], self.declared.width)
 
 
 class PointerArray:
@@ -155,7 +155,7 @@ def _size(value: Any) -> Number:
     return Number(np.atleast_1d(np.asarray(value)).astype(np.uint64))
 
 
-def merged(mask: Array, new: Number, old: Number) -> Number:
+def merge_masked(mask: Array, new: Number, old: Number) -> Number:
     """`new` where the mask holds, else `old`."""
     rows = mask if new.v.ndim == 1 else mask[:, None]
     v = np.where(rows, new.v, old.v)

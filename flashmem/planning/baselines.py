@@ -177,9 +177,9 @@ class Baseline:
         """
         if self.strategy == "resident-first":
             return self._resident_within(instance, budget, measure)
-        return self._stretched(instance, budget, measure, self.least_preload(instance), "")
+        return self._stretch(instance, budget, measure, self.least_preload(instance), "")
 
-    def _stretched(self, instance: Instance, budget: int, measure: Measure, preload: frozenset[str], note: str) -> OverlapPlan:
+    def _stretch(self, instance: Instance, budget: int, measure: Measure, preload: frozenset[str], note: str) -> OverlapPlan:
         """The plan with W = `preload` and the largest M_peak that fits."""
         return largest_within(
             instance,
@@ -207,7 +207,7 @@ class Baseline:
                 continue
             filled.add(preload)
             with suppress(BudgetError):
-                plans.append(self._stretched(instance, budget, measure, preload, f"; W filled {name}"))
+                plans.append(self._stretch(instance, budget, measure, preload, f"; W filled {name}"))
         if not plans:
             plans.append(self._leanest_within(instance, budget, measure))
         return min(plans, key=lambda plan: plan.objective)

@@ -16,9 +16,9 @@ from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.budget import plan_within
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.latency.later_runs import OWN_WORTH, by_cache_and_disk, keeping, ladder, read_early, with_kept
+from flashmem.planning.latency.later_runs import OWN_WORTH, by_cache_and_disk, keep_weights, ladder, read_early, with_kept
 from flashmem.planning.objectives.registry import objective_of
-from flashmem.planning.planner import planning_instance, sealed
+from flashmem.planning.planner import planning_instance, seal
 from flashmem.planning.problem import Problem
 from flashmem.program.program import Program
 from flashmem.request.limits import Limits
@@ -120,7 +120,7 @@ def _with_common(
 
 
 def _keeping_all(plan: OverlapPlan, names: Collection[str]) -> OverlapPlan:
-    return keeping(plan, {w.name for w in plan.weights if w.name in names and not w.preload})
+    return keep_weights(plan, {w.name for w in plan.weights if w.name in names and not w.preload})
 
 
 def planned_together(
@@ -152,5 +152,5 @@ def planned_together(
     for problem, own, plan in zip(problems, plans, made, strict=True):
         judged = objective.judged(problem, plan)
         noted = replace(judged, notes=(*judged.notes, *(note for note in own.notes if note not in judged.notes)))
-        checked.append(sealed(problem, noted))
+        checked.append(seal(problem, noted))
     return checked

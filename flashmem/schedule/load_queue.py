@@ -49,7 +49,7 @@ class LoadQueue(Generic[Item]):
             heappop(due)
         if due:
             return due[0]
-        return next(self._waiting(1), None) if ahead else None
+        return next(self._first_waiting(1), None) if ahead else None
 
     def take(self, number: int) -> Item:
         """Take an item."""
@@ -60,13 +60,13 @@ class LoadQueue(Generic[Item]):
         """A taken item, and those of the first `most` waiting ones that are released after `done` launches: the ones that were
         not announced to the disk before.
         """
-        ahead = [taken, *(number for number in self._waiting(most) if self._items[number].after <= done)]
+        ahead = [taken, *(number for number in self._first_waiting(most) if self._items[number].after <= done)]
         ahead = [number for number in ahead if not self._announced[number]]
         for number in ahead:
             self._announced[number] = True
         return [self._items[number] for number in ahead]
 
-    def _waiting(self, most: int) -> Iterator[int]:
+    def _first_waiting(self, most: int) -> Iterator[int]:
         """The first items that are not taken, at most `most`."""
         taken = self._taken
         last = len(self._taken)

@@ -182,7 +182,7 @@ class Schedule:
         return tuple(accumulate(reversed(self.held), max))[::-1]
 
 
-def scheduled(
+def make_schedule(
     plan: OverlapPlan,
     slices: Mapping[str, Slice],
     layout: PoolLayout,

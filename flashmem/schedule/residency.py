@@ -128,7 +128,7 @@ def share_places(
     return same and set(slices[0]) == set(slices[1])
 
 
-def preloaded(plan: OverlapPlan) -> OverlapPlan:
+def preload_all(plan: OverlapPlan) -> OverlapPlan:
     """The same plan with all weights in W."""
     weights = tuple(replace(w, preload=True, read_layer=0, moves=(), keep=False) for w in plan.weights)
     return replace(plan, weights=weights)

@@ -80,7 +80,7 @@ def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> B
     """
     limits = limits_of(bundle)
     earlier = _learned_from(bundle)
-    learned = observed(bundle, mode, reports).joined_to(earlier)
+    learned = observe(bundle, mode, reports).joined_to(earlier)
     instance = learned.applied_to(planning_instance(bundle.program, bundle.descriptor, mode, limits))
     plan = plan_instance(replace(instance, w_may_grow=True), bundle.program, mode, limits)
     program = bundle.program
@@ -102,12 +102,12 @@ def replan(bundle: Bundle, budget: int, path: Path | None = None) -> Bundle:
         UserError: the bundle has no record of its limits, or cannot be written.
     """
     variants = [bundle.variant(index) for index in range(len(bundle.variants))]
-    made = [_replanned(variant, budget) for variant in variants]
+    made = [_plan_again(variant, budget) for variant in variants]
     plans = {index: plan for index, (plan, _) in enumerate(made)}
     return replace_plans(bundle, plans, {index: meta for index, (_, meta) in enumerate(made)}, path)
 
 
-def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]]:
+def _plan_again(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]]:
     """A plan for the selected variant, and the new metadata. Raises like `replan`."""
     program = bundle.program
     modes = bundle.descriptor.modes[bundle.program.memory_path]
@@ -122,7 +122,7 @@ def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]
     return plan, {**bundle.meta, "mode": mode, "budget_bytes": budget, "limits": limits.values()}
 
 
-def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:
+def observe(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:
     """The measurements of runs: medians of launch times over the runs, minus the known cost of simultaneous copies in this
     mode.
     """

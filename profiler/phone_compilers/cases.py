@@ -52,7 +52,7 @@ def family_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         graph = import_model(families().save(Path(folder)), {}, why_unsupported)
         targets = targets_of(graph, descriptor, "fp32", "phones", "kit")
-    found = {"conv-grouped": _text("conv-grouped", _grouped(), descriptor, "fp32")}
+    found = {"conv-grouped": _text("conv-grouped", _grouped_convolution(), descriptor, "fp32")}
     for text in kernel_texts(targets[0].source.plain).values():
         name = f"kit-{template_of(text)}"
         if template_of(text) not in present and len(text) > len(found.get(name, "")):
@@ -225,7 +225,7 @@ def _with_caches(interleaved: bool) -> Graph:
     return replace(graph, outputs=[*graph.outputs, *ports], states=states)
 
 
-def _grouped() -> Graph:
+def _grouped_convolution() -> Graph:
     """A convolution in groups of 16 channels."""
     g = Sketch()
     image = (1, HEAD, PLACES, PLACES)

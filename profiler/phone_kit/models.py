@@ -104,7 +104,7 @@ def families() -> KitModel:
     _contractions(n)
     _reductions(n)
     _spatial(n)
-    _indexing(n)
+    _add_indexing(n)
     return n.model("families")
 
 
@@ -189,7 +189,7 @@ def _spatial(n: _Nodes) -> None:
     n.out("DeformConv", image, n.weight(16, 8, 3, 3), offsets, kernel_shape=[3, 3], pads=[1] * 4)
 
 
-def _indexing(n: _Nodes) -> None:
+def _add_indexing(n: _Nodes) -> None:
     x = n.input(20, 30)
     n.out("Gather", x, n.given(np.array([3, 0, 19, 7])), axis=0)
     n.out("Gather", n.weight(40, 16), n.given(np.array([3, 0, 39, 7, 7])), axis=0)
@@ -208,10 +208,10 @@ def _indexing(n: _Nodes) -> None:
     n.out("Transpose", x, perm=[1, 0])
     n.out("Concat", x, n.input(20, 7), axis=1)
     n.out("Gelu", x)
-    _rotated(n)
+    _add_rotation(n)
 
 
-def _rotated(n: _Nodes) -> None:
+def _add_rotation(n: _Nodes) -> None:
     """Rotary positions of 4 heads."""
     x, (cosines, sines) = n.input(1, 4, 24, 32), (n.weight(24, 32) for _ in range(2))
     start, middle, end, last = (n.constant(np.array([at])) for at in (0, 16, 32, 3))

@@ -169,7 +169,7 @@ def kernels(kit: KitRun) -> list[Json]:
     return found
 
 
-def streamed(kit: KitRun) -> list[Json]:
+def run_streamed(kit: KitRun) -> list[Json]:
     """The large model: streamed from a file outside the page cache in every mode, and preloaded."""
     found = []
     for bundle in kit.bundles():
@@ -224,7 +224,7 @@ STEPS: dict[str, Callable[[KitRun], Any]] = {
     "probes": probes,
     "kernels": kernels,
     "correctness": correctness,
-    "streamed": streamed,
+    "streamed": run_streamed,
     "storage": storage,
     "rates": rates,
     "heat": heat,

@@ -81,7 +81,7 @@ def list_cache(*, as_json: bool) -> None:
         emit_json({"folder": folder, "bytes": total, "limit_bytes": limit, "bundles": bundles, "programs": kernels})
         return
     if known:
-        rows = [(entry.path.name, entry.model, format_size(entry.nbytes), _used(entry)) for entry in known]
+        rows = [(entry.path.name, entry.model, format_size(entry.nbytes), _last_use(entry)) for entry in known]
         print_table(("bundle", "model", "size", "last used"), rows)
     print(f"{len(known)} bundles, {format_size(total)} of at most {format_size(limit)}, in {bundle_cache.folder()}")
     print(f"{count} compiled kernels, {format_size(nbytes)} of at most {format_size(programs.limit())}, in {programs.folder}")
@@ -105,7 +105,7 @@ def _clear_templates() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _used(entry: Entry) -> str:
+def _last_use(entry: Entry) -> str:
     when = datetime.fromtimestamp(entry.used).isoformat(" ", "minutes") if entry.used else "damaged"
     return f"{when}, open now" if entry.is_open else when
 

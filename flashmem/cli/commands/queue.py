@@ -67,7 +67,7 @@ def play_queue(options: QueueCommand) -> None:
     if options.plot is not None:
         from flashmem.tools.plots.queue import draw_queue
 
-        rows = {"one budget": over_time, "each model preloaded": _preloaded(bundles, requests, options.device)}
+        rows = {"one budget": over_time, "each model preloaded": _memory_when_preloaded(bundles, requests, options.device)}
         draw_queue(options.plot, rows, report["budget_bytes"])
     if options.json:
         emit_json(report)
@@ -194,7 +194,7 @@ def _report(
     }
 
 
-def _preloaded(bundles: Sequence[Bundle], requests: Sequence[TimedRequest], device: str) -> list[tuple[float, int]]:
+def _memory_when_preloaded(bundles: Sequence[Bundle], requests: Sequence[TimedRequest], device: str) -> list[tuple[float, int]]:
     """Memory over time if each model is fully loaded for its request, and freed before the next request."""
     begun = time.perf_counter()
     over_time = list[tuple[float, int]]()

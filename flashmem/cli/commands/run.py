@@ -25,7 +25,7 @@ from flashmem.cli.commands.compiling import open_bundle, within_process
 from flashmem.cli.commands.file_inputs import MadeInputs, made_inputs
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.trace import write_trace
-from flashmem.cli.output.console import emit_json, print_facts, waiting
+from flashmem.cli.output.console import emit_json, print_facts, show_spinner
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import HostMemoryUse, RunReport, process_rss
 from flashmem.runtime.opencl.discovery import use_one_device
@@ -97,7 +97,7 @@ def _run_with(options: RunCommand, made: MadeInputs | None) -> None:
     before = process_rss() or 0
     bundle = open_bundle(model, options, build=options.build, process=process)
     if files and not (is_bundle(model) and any(options.shapes)):
-        bundle = _fitting(bundle, files)
+        bundle = _select_variant(bundle, files)
     if made is not None:
         made.check(bundle.program.outputs)
 
@@ -148,7 +148,7 @@ def _lowest_precision(bundle: Bundle) -> Precision | StatePrecision:
     return "int8" if bundle.meta.get("state_precision") == "int8" else bundle.program.lowest_precision
 
 
-def _fitting(bundle: Bundle, files: Sequence[Path]) -> Bundle:
+def _select_variant(bundle: Bundle, files: Sequence[Path]) -> Bundle:
     """The bundle with the shape variant for the arrays in the files selected. Raises UserError if no variant fits."""
     if len(bundle.variants) == 1:
         return bundle
@@ -185,7 +185,7 @@ def _run(bundle: Bundle, inputs: HandedOver, options: RunCommand, *, opened: int
         asked.pop("budget", None)  # a model compiled now has it in the bundle
     reports = []
     with (
-        waiting("preparing kernels and running", quiet=options.json),
+        show_spinner("preparing kernels and running", quiet=options.json),
         Session(bundle, **asked) as session,
     ):
         for _ in range(options.repeat):

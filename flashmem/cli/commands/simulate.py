@@ -28,7 +28,7 @@ from flashmem.runtime.request.options import (
 )
 from flashmem.schedule.host_tier import reloaded, tier_bytes
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.schedule.residency import Strategy, preloaded, session_bytes
+from flashmem.schedule.residency import Strategy, preload_all, session_bytes
 from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.tools.plots.figure import model_name
 from flashmem.tools.simulation.scenario import describe, layout_for
@@ -106,7 +106,7 @@ def _simulate(subject: _Subject, mode: str, budget: int | None, strategy: Strate
     descriptor = subject.descriptor
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy, shares_memory=descriptor.shares_memory)
-    again = sum(map(tier_bytes, reloaded([(preloaded(plan) if strategy == "preload" else plan, program.slices)])))
+    again = sum(map(tier_bytes, reloaded([(preload_all(plan) if strategy == "preload" else plan, program.slices)])))
     on_host = layout.ring_bytes + host_bytes(program)
     host = choose_host_budget(
         options.host_budget, on_host, again, mode=chosen, shares_memory=descriptor.shares_memory, here=False

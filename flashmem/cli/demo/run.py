@@ -25,7 +25,7 @@ from flashmem.base.units import format_size
 from flashmem.cli.commands.compiling import compile_apart
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.demo import ocr
-from flashmem.cli.output.console import out, print_table, waiting
+from flashmem.cli.output.console import out, print_table, show_spinner
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.session import Session
 
@@ -114,10 +114,10 @@ def run_demo(image: Path | None, *, budget: int | None, device: str) -> None:
     ]
     alphabet = ocr.read_alphabet(models.recogniser)
     started = time.perf_counter()
-    with waiting("finding the lines", quiet=False), Session(bundles[0], device=device) as session:
+    with show_spinner("finding the lines", quiet=False), Session(bundles[0], device=device) as session:
         detector = Counted(session)
         found = ocr.find_lines(np.asarray(page), detector)
-    with waiting("reading the lines", quiet=False), Session(bundles[1], device=device) as session:
+    with show_spinner("reading the lines", quiet=False), Session(bundles[1], device=device) as session:
         recogniser = Counted(session)
         lines = ocr.read_lines(np.asarray(page), found, recogniser, alphabet)
     seconds = time.perf_counter() - started

@@ -52,7 +52,7 @@ Moving = Callable[[Mapping[str, int]], Moves]
 """A function that computes moves for release times."""
 
 
-def filled(
+def backfill(
     instance: Instance, releases: Mapping[str, int], moves: Moves, limit: int, moving: Moving | None = None
 ) -> tuple[dict[str, int], Moves]:
     """Improve release times and moves by backfilling: at most `limit` bytes in flight, and an answer no later than before.

@@ -61,7 +61,7 @@ class _LaterRun:
         else:
             spaced = [self.streamed[at] for at in spread([w.nbytes for w in self.streamed], room)]
             largest = sorted(self.streamed, key=lambda w: -w.nbytes)
-            found = [_filling(order, room) for order in (spaced, self.streamed, self.streamed[::-1], largest)]
+            found = [_take_in_order(order, room) for order in (spaced, self.streamed, self.streamed[::-1], largest)]
         return min(found, key=lambda names: (round(self.seconds(names), 9), -sum(map(nbytes.__getitem__, names))))
 
     def seconds(self, pinned: Collection[str]) -> float:
@@ -81,7 +81,7 @@ class _LaterRun:
         return compute.until(len(self.durations))
 
 
-def _filling(order: Sequence[PlannedWeight], room: int) -> frozenset[str]:
+def _take_in_order(order: Sequence[PlannedWeight], room: int) -> frozenset[str]:
     """The weights that fit `room` bytes, taken in `order`."""
     chosen = set[str]()
     for w in order:

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import ClassVar
 
-from flashmem.planning.latency.first_answer import judged
+from flashmem.planning.latency.first_answer import judge_first_answer
 from flashmem.planning.latency.later_runs import (
     by_later_runs,
     fastest_kept,
@@ -55,7 +55,7 @@ class FirstAnswer(Objective):
 
         With lambda, its bound is already that for the memory which lambda leaves.
         """
-        return plan if problem.limits.resolved_lambda else judged(problem.roomiest(plan), plan)
+        return plan if problem.limits.resolved_lambda else judge_first_answer(problem.roomiest(plan), plan)
 
 
 def within_average(problem: Problem, plan: OverlapPlan) -> OverlapPlan:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.interpreter.errors import OutsideError, UnknownTextError
-from flashmem.interpreter.launch import InterpretedKernel, Written, interpreted
+from flashmem.interpreter.launch import InterpretedKernel, Written, interpret_kernel
 from flashmem.interpreter.syntax import Parameter
 from flashmem.runtime.checking.drawing import DRAWS, ITEMSIZES, drawn_bytes, drawn_texels
 from flashmem.runtime.checking.trial import Trial, TrialArgument, Verdict
@@ -103,7 +103,7 @@ def check_kernel(
     """
     begun = perf_counter()
     try:
-        kernel = interpreted(trial.text, trial.name, forms(context, trial.text))
+        kernel = interpret_kernel(trial.text, trial.name, forms(context, trial.text))
         verdict = TrialRun(context, trial, kernel).run(program, twin)
     except _WrongError as error:
         verdict = Verdict(str(error))

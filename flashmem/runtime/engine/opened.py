@@ -34,7 +34,7 @@ from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.modes import MODES
 from flashmem.schedule.modes.kind import TransferKind
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
-from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, session_bytes, streamed_layout
+from flashmem.schedule.residency import Strategy, preload_all, preloaded_layout, session_bytes, streamed_layout
 from flashmem.schedule.shared_memory import PlacedVariant, shared_layouts
 
 
@@ -161,7 +161,7 @@ def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy
     program, plan, shares = program_on(bundle.program, device), bundle.plan, device.unified_memory
     if strategy == "preload":
         layout = preloaded_layout(program, mode, plan.loader_threads, shares_memory=shares)
-        return PlannedVariant(bundle, program, preloaded(plan), layout, shares)
+        return PlannedVariant(bundle, program, preload_all(plan), layout, shares)
     return PlannedVariant(bundle, program, plan, streamed_layout(program, plan, mode, shares_memory=shares), shares)
 
 

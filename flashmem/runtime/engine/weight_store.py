@@ -13,7 +13,7 @@ from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.streaming.modes import make_transfer
 from flashmem.runtime.streaming.modes.request import TransferRequest
 from flashmem.runtime.streaming.transfer import Transfer
-from flashmem.schedule.loads import Schedule, scheduled, staying
+from flashmem.schedule.loads import Schedule, make_schedule, staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import share_places
 from flashmem.schedule.shared_memory import WeightMemory, weight_memory
@@ -89,7 +89,7 @@ class WeightStore:
         tier = opened.tier
         key = (resident, None if kept is None else frozenset(kept), done, len(tier.complete) if tier is not None else 0)
         if self._last_schedule is None or self._last_schedule[0] != key:
-            made = scheduled(
+            made = make_schedule(
                 self.plan, opened.slices, self.layout, opened.mode,
                 resident=resident, kept=kept, done=done, segmented=opened.segmented,
                 undivided=() if tier is None else {part.name for part in opened.program.slices if tier.has_all(part)},

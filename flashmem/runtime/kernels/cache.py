@@ -297,11 +297,11 @@ class CachedKernels:
         try:
             return self._programs[name].kernel(name, arguments)
         except RunError:
-            if not self._replaced(name):
+            if not self._rebuild_incomplete(name):
                 raise
         return self._programs[name].kernel(name, arguments)
 
-    def _replaced(self, name: str) -> bool:
+    def _rebuild_incomplete(self, name: str) -> bool:
         """Rebuild a kernel whose binary the driver loaded but which has no such kernel. False if it was built here. Raises
         RunError.
         """

@@ -93,7 +93,7 @@ class CheckJob(Job):
         return {
             trial.key: Verdict(note="not checked: no time was left")
             if end is not None and monotonic() > end
-            else _asked(worker, trial, options, binary, whole=self._whole)
+            else _ask(worker, trial, options, binary, whole=self._whole)
             for trial in self.trials
         }
 
@@ -119,7 +119,7 @@ class CheckJob(Job):
         return Finding(tuple(key for key in right if self.verdicts[key].whole), right, name=name)
 
 
-def _asked(worker: KernelWorker, trial: Trial, options: Sequence[str], binary: Path | None, *, whole: bool) -> Verdict:
+def _ask(worker: KernelWorker, trial: Trial, options: Sequence[str], binary: Path | None, *, whole: bool) -> Verdict:
     """The verdict of a child on a launch. A child that was wrong is replaced: a kernel may have written where it must not."""
     job = {
         "check": trial.to_json(),

@@ -60,7 +60,7 @@ def move_out(arena: Bytes, places: Sequence[Place]) -> list[Bytes]:
     The content of the arena on those pages is undefined afterwards.
     """
     taken: list[Bytes] = []
-    blocks = {block: _moved(arena, block) for block in _blocks(places)}
+    blocks = {block: _move(arena, block) for block in _blocks(places)}
     for offset, nbytes in places:
         start = next(first for first, length in blocks if first <= offset and offset + nbytes <= first + length)
         block = next(moved for (first, _), moved in blocks.items() if first == start)
@@ -82,7 +82,7 @@ def _blocks(places: Sequence[Place]) -> list[Place]:
     return blocks
 
 
-def _moved(arena: Bytes, block: Place) -> Bytes:
+def _move(arena: Bytes, block: Place) -> Bytes:
     first, nbytes = block
     target = new_pages(nbytes)
     libc = ctypes.CDLL(None, use_errno=True)

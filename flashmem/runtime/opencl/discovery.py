@@ -64,7 +64,7 @@ def list_devices() -> tuple[Device, ...]:
     """
     with _starting:
         try:
-            return _listed()
+            return _list_all()
         finally:
             leave_surroundings()
 
@@ -81,7 +81,7 @@ def begin_to_start_drivers() -> None:
         with suppress(UserError):  # the caller of `list_devices` gets it again
             list_devices()
 
-    if not _listed.cache_info().currsize and not (_one_driver and len(installed_drivers()) > 1):
+    if not _list_all.cache_info().currsize and not (_one_driver and len(installed_drivers()) > 1):
         with suppress(UserError):
             _enter_surroundings()
         with _begun_lock:
@@ -92,12 +92,12 @@ def begin_to_start_drivers() -> None:
 
 def forget_devices() -> None:
     """Let the next `list_devices` look again. For tests: the loader never starts a driver twice."""
-    _listed.cache_clear()
+    _list_all.cache_clear()
     _failures.clear()
 
 
 @functools.cache
-def _listed() -> tuple[Device, ...]:
+def _list_all() -> tuple[Device, ...]:
     global _started_in
     _started_in = os.getpid()
     _enter_surroundings()
@@ -105,14 +105,14 @@ def _listed() -> tuple[Device, ...]:
         _begun.wake()
     undocumented.start_drivers()
     found: list[Device] = []
-    with _noted("the OpenCL loader"):
+    with _note_errors("the OpenCL loader"):
         for number, platform in enumerate(cl.get_platforms()):
             name = f"OpenCL driver {number}"
-            with _noted(name):
+            with _note_errors(name):
                 name = str(platform.name).strip() or name
-            with _noted(name):
+            with _note_errors(name):
                 for device in platform.get_devices():
-                    with _noted(name):
+                    with _note_errors(name):
                         found += [_describe(platform, device)] if device.available else []
     return tuple(found)
 
@@ -122,7 +122,7 @@ _failures: list[str] = []
 
 
 @contextmanager
-def _noted(what: str) -> Iterator[None]:
+def _note_errors(what: str) -> Iterator[None]:
     """End the body at an OpenCL error of `what`, and note it: the other drivers can be used. No device is no error."""
     try:
         yield
@@ -168,7 +168,7 @@ def _enter_surroundings() -> None:
 def leave_surroundings() -> None:
     """Once devices are listed: take back the variables that this thread has set for the drivers."""
     global _surroundings
-    listed = _listed.cache_info().currsize
+    listed = _list_all.cache_info().currsize
     if listed and _surroundings is not None and _surroundings[0] == threading.get_ident():
         (_, entered), _surroundings = _surroundings, None
         entered.close()
@@ -182,7 +182,7 @@ def started_before_fork() -> bool:
 def use_driver(driver: str | None) -> None:
     """Load only this one of `icd.installed_drivers`, if no driver is loaded yet."""
     global _only
-    if not _listed.cache_info().currsize:
+    if not _list_all.cache_info().currsize:
         _only = driver
 
 
@@ -206,7 +206,7 @@ def find_device(name: str = "auto", prefer: str | None = None) -> Device:
     Raises:
         NoDeviceError: no device, or none of that name.
     """
-    if _one_driver and not _listed.cache_info().currsize:
+    if _one_driver and not _list_all.cache_info().currsize:
         use_driver(driver_table.driver_of(name, prefer))
     try:
         return choose(list_devices(), name, prefer)

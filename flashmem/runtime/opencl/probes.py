@@ -118,7 +118,7 @@ def results(data: object) -> dict[str, Probe]:
     return found
 
 
-def probed(found: Mapping[str, Probe]) -> dict[str, str]:
+def passed_probes(found: Mapping[str, Probe]) -> dict[str, str]:
     """`DeviceDescriptor.probed` from results: the drivers on which probes of extensions passed."""
     return {name: probe.driver for name, probe in found.items() if probe.outcome == "passed" and name != HOST_POINTER}
 

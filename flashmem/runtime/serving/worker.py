@@ -242,7 +242,7 @@ class Worker:
         answer.inputs.clear()
         if isinstance(outcome, BaseException):
             forget_locals(outcome)  # from here on it belongs to the user
-            outcome = self._failed(answer, outcome)
+            outcome = self._fail(answer, outcome)
         answer.finished = perf_counter()
         with self._lock:
             self._running = None
@@ -269,7 +269,7 @@ class Worker:
         except BaseException as error:
             return error
 
-    def _failed(self, answer: Answer, failure: BaseException) -> BaseException:
+    def _fail(self, answer: Answer, failure: BaseException) -> BaseException:
         """End a run that failed. Returns the error for the user."""
         loaded = answer.loaded
         if not isinstance(failure, RequestError):

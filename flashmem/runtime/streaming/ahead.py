@@ -376,7 +376,7 @@ class _Intervals(Sequence[TimedInterval]):
 
     def _all(self) -> list[TimedInterval]:
         if self._found is None:
-            self._found = list(_timed(self._made, self._clock_apart() if self._made else 0.0))
+            self._found = list(_timed_loads(self._made, self._clock_apart() if self._made else 0.0))
             self._made = []  # nor their events are needed any longer
         return self._found
 
@@ -393,7 +393,7 @@ class _Intervals(Sequence[TimedInterval]):
         return len(self._all())
 
 
-def _timed(made: Sequence[InFlight], apart: float) -> Iterator[TimedInterval]:
+def _timed_loads(made: Sequence[InFlight], apart: float) -> Iterator[TimedInterval]:
     """The loads whose last copies are `made`. `apart`: what the host's clock is ahead of the device's."""
     begun: dict[int, InFlight] = {}  # the first read of loads with several, by identity
     for each in made:

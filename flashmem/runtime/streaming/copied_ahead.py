@@ -98,13 +98,13 @@ class AheadTransfer(Transfer):
             if place is None:
                 others.append(load)
                 continue
-            copy = Copy(load, self._prepared(load, load.segment.first, load.segment.nbytes))
+            copy = Copy(load, self._prepare_copy(load, load.segment.first, load.segment.nbytes))
             held.setdefault(load.after, []).append((copy, address_of(place)))
-        joined = self._joined(others) if apart else [[load] for load in others]
+        joined = self._join_neighbours(others) if apart else [[load] for load in others]
         reads = [read for together in joined for read in self._reads(together)]
         return Planned(reads, held, Counter(load.part.name for load in loads), frozenset(load.after for load in loads))
 
-    def _joined(self, loads: Sequence[Load]) -> list[list[Load]]:
+    def _join_neighbours(self, loads: Sequence[Load]) -> list[list[Load]]:
         """The loads, neighbours together whose segments follow each other in the file, are small, and pass through the ring."""
         joined: list[list[Load]] = []
         most = min(JOINED_BYTES, self.ring.piece_bytes)
@@ -128,7 +128,7 @@ class AheadTransfer(Transfer):
         load, (start, nbytes) = loads[0], loads[0].place
         if len(loads) > 1:
             copies = [
-                Copy(each, self._prepared(each, each.segment.first, each.segment.nbytes), each.place[0] - start)
+                Copy(each, self._prepare_copy(each, each.segment.first, each.segment.nbytes), each.place[0] - start)
                 for each in loads
             ]
             yield Read(start, sum(loads[-1].place) - start, copies, load.after)
@@ -139,10 +139,10 @@ class AheadTransfer(Transfer):
             most = most // part.row_pitch * part.row_pitch
         for at in range(0, nbytes, most):
             count = min(most, nbytes - at)
-            copy = Copy(load, self._prepared(load, load.segment.first + at, count), last=at + count == nbytes)
+            copy = Copy(load, self._prepare_copy(load, load.segment.first + at, count), last=at + count == nbytes)
             yield Read(start + at, count, [copy], load.after, first=not at)
 
-    def _prepared(self, load: Load, first: int, nbytes: int) -> PreparedCopy:
+    def _prepare_copy(self, load: Load, first: int, nbytes: int) -> PreparedCopy:
         """The copy of bytes of a slice from byte `first` on to where the load brings them."""
         part = load.part
         if part.name in self.staged and not load.preload:

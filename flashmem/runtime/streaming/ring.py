@@ -20,7 +20,7 @@ def _piece_bytes(nbytes: int, pieces: int) -> int:
     return nbytes // pieces // WORD * WORD
 
 
-def _divided(memory: Bytes, pieces: int) -> list[Bytes]:
+def _divide(memory: Bytes, pieces: int) -> list[Bytes]:
     """So many equal pieces of the memory."""
     each = _piece_bytes(memory.nbytes, pieces)
     return [memory[number * each : (number + 1) * each] for number in range(pieces)]
@@ -40,7 +40,7 @@ class MappedRing:
         if nbytes:
             buffer = ledger.buffer("staging", nbytes, _WHAT, host_visible=True)
             self._mapped = ledger.mapped(queue, buffer, nbytes)
-            self._free = _divided(self._mapped, pieces)
+            self._free = _divide(self._mapped, pieces)
 
     @property
     def open(self) -> bool:
@@ -95,7 +95,7 @@ class PinnedRing:
             memory = self._pages.result()
             self._ledger.wrapped("staging", memory, _WHAT)
             self._pages = None
-            self._free = _divided(memory, self.pieces)
+            self._free = _divide(memory, self.pieces)
         if self._free:
             return self._free.pop()
         if not self._copying or not self._copying[0][1].ended:

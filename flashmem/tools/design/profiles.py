@@ -67,7 +67,7 @@ def candidates(
                     yield Candidate(task.name, variant, processor, budget, profile)
 
 
-def compiled(variant: Variant, processor: Processor, budget: int | None, *, here: bool) -> Bundle:
+def compile_candidate(variant: Variant, processor: Processor, budget: int | None, *, here: bool) -> Bundle:
     """The candidate's bundle in the user's cache. Its kernels are built if the device is on this machine (`here`)."""
     device = processor.device
     shapes = dict(variant.shapes)
@@ -75,16 +75,16 @@ def compiled(variant: Variant, processor: Processor, budget: int | None, *, here
 
 
 def _profile(task: Task, variant: Variant, processor: Processor, budget: int | None, profiling: Profiling) -> Profile:
-    bundle = compiled(variant, processor, budget, here=not profiling.simulated)
+    bundle = compile_candidate(variant, processor, budget, here=not profiling.simulated)
     if profiling.simulated:
-        first, later, memory = _simulated(bundle)
+        first, later, memory = _simulate(bundle)
     else:
-        first, later, memory = _measured(bundle, device_here(processor.device).descriptor_name, profiling)
+        first, later, memory = _measure(bundle, device_here(processor.device).descriptor_name, profiling)
     macs = sum(launch.macs for launch in bundle.program.launches)
     return Profile(first, later, memory, raw_bytes(bundle.program), macs)
 
 
-def _measured(bundle: Bundle, device: str, profiling: Profiling) -> tuple[float, tuple[float, ...], int]:
+def _measure(bundle: Bundle, device: str, profiling: Profiling) -> tuple[float, tuple[float, ...], int]:
     inputs = complete_inputs(bundle.program, {}, profiling.seed)
     with Session(bundle, device=device) as session:
         reports = []
@@ -96,7 +96,7 @@ def _measured(bundle: Bundle, device: str, profiling: Profiling) -> tuple[float,
     return found[0].latency.integrated, tuple(report.latency.exec for report in found[1:]), memory
 
 
-def _simulated(bundle: Bundle) -> tuple[float, tuple[float, ...], int]:
+def _simulate(bundle: Bundle) -> tuple[float, tuple[float, ...], int]:
     program = bundle.program
     plan = bundle.plan
     descriptor = bundle.descriptor

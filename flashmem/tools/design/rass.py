@@ -92,7 +92,7 @@ def solve(
     best = _viable(ranked, mappings)
     small = min(ranked, key=lambda row: (memory[row], ranked.index(row)))
     light = min(ranked, key=lambda row: (workload[row], ranked.index(row)))
-    share = _normalised(memory, kept) + _normalised(workload, kept)
+    share = _normalize(memory, kept) + _normalize(workload, kept)
     both = min((small, light), key=lambda row: (share[row], ranked.index(row)))
     named = [(row, f"best on {' and '.join(each)}") for each, row in best.items()]
     named += [(small, "least memory"), (light, "lightest"), (both, "light and small")]
@@ -111,7 +111,7 @@ def _viable(ranked: Sequence[int], mappings: Sequence[tuple[str, ...]]) -> dict[
     return best
 
 
-def _normalised(values: Rows, kept: NDArray[Any]) -> Rows:
+def _normalize(values: Rows, kept: NDArray[Any]) -> Rows:
     """Values scaled so that the smallest of the kept rows is 0 and the largest 1."""
     low = values[kept].min()
     high = values[kept].max()

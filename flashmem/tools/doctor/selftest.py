@@ -72,7 +72,7 @@ def run_apart(number: int, folder: Path) -> list[SelfTestResult]:
     try:
         done = subprocess.run(command, env=module_environment(), capture_output=True, text=True, timeout=_LONGEST, check=False)
         out = done.stdout
-        ended = "" if done.returncode == 0 else _ending(done.returncode, done.stderr)
+        ended = "" if done.returncode == 0 else _describe_end(done.returncode, done.stderr)
     except subprocess.TimeoutExpired as error:
         out = (error.stdout or b"").decode(errors="replace")
         ended = f"it did not end within {_LONGEST:.0f} s"
@@ -83,7 +83,7 @@ def run_apart(number: int, folder: Path) -> list[SelfTestResult]:
     return [*found, SelfTestResult("the self test", False, f"{ended}, after {len(found)} tests")] if ended else found
 
 
-def _ending(code: int, errors: str) -> str:
+def _describe_end(code: int, errors: str) -> str:
     last = next((line for line in reversed(errors.splitlines()) if line.strip()), "")
     return f"the driver ended the process with signal {-code}" if code < 0 else f"the process ended with code {code}: {last}"
 

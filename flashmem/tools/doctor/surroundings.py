@@ -110,7 +110,7 @@ def look(
         prefix=prefix,
         search=tuple(part for part in environment.get("LD_LIBRARY_PATH", "").split(":") if part),
         drivers=tuple(Driver(family, path, open_library(path)) for family, path in found),
-        listed=_listed(root),
+        listed=_is_listed(root),
         loaders=_loaders(root, prefix),
         icds=_icds(root, environment.get(VARIABLE) or f"{prefix}/{_VENDORS}"),
         copied=copied,
@@ -143,7 +143,7 @@ def _drivers(root: Path) -> list[tuple[Family, str]]:
     return []
 
 
-def _listed(root: Path) -> bool | None:
+def _is_listed(root: Path) -> bool | None:
     texts = [(root / name).read_text(encoding="utf-8", errors="replace") for name in _LISTS if (root / name).is_file()]
     if not texts:
         return None
@@ -194,10 +194,10 @@ def _pyopencl() -> tuple[str, str, str]:
         import pyopencl
     except ImportError as error:
         return "", str(error), ""
-    return str(pyopencl.VERSION_TEXT), "", _mapped("libOpenCL")
+    return str(pyopencl.VERSION_TEXT), "", _mapped_file("libOpenCL")
 
 
-def _mapped(name: str) -> str:
+def _mapped_file(name: str) -> str:
     """The first file of that name that this process has mapped."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -84,7 +84,7 @@ def check_labels(ports: Sequence[Port], labels: Labels) -> None:
         raise UserError(f"--labels names {len(labels.names)} classes, and no output has as many numbers: {sizes}")
 
 
-def likeliest(outputs: Mapping[str, NDArray[Any]], labels: Labels) -> Classes | None:
+def likeliest_classes(outputs: Mapping[str, NDArray[Any]], labels: Labels) -> Classes | None:
     """The classes of the one output that has a number for each class; None without such an output.
 
     With labels, it has as many numbers as there are labels. Without, it is one that sums to 1. Numbers that are no distribution

@@ -47,7 +47,7 @@ class Client:
             raise UserError(f"the body took more than {MOST_SECONDS} s") from error
         except ClientDisconnect as error:
             raise ClientLeftError from error
-        self._leaves = asyncio.ensure_future(_leaving(self._http.receive))
+        self._leaves = asyncio.ensure_future(_wait_until_left(self._http.receive))
         return bytes(body)
 
     async def wait(self, work: Awaitable[_Result]) -> _Result:
@@ -69,6 +69,6 @@ class Client:
             self._leaves.cancel()
 
 
-async def _leaving(receive: Receive) -> None:
+async def _wait_until_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -38,9 +38,9 @@ class OneByOne:
                 result.set_exception(error)
                 continue
             self._is_busy = True
-            running.add_done_callback(partial(self._ended, result))
+            running.add_done_callback(partial(self._end, result))
 
-    def _ended(self, result: asyncio.Future[Any], running: asyncio.Future[Any]) -> None:
+    def _end(self, result: asyncio.Future[Any], running: asyncio.Future[Any]) -> None:
         self._is_busy = False
         error = None if running.cancelled() else running.exception()
         if result.done() or running.cancelled():

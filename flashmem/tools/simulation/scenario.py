@@ -27,7 +27,7 @@ from flashmem.schedule.loads import Load, Segment, planned_frees, planned_loads,
 from flashmem.schedule.modes import MODES
 from flashmem.schedule.modes.kind import TransferKind
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
-from flashmem.schedule.residency import SPARE_PIECES, Strategy, preloaded, preloaded_layout, streamed_layout
+from flashmem.schedule.residency import SPARE_PIECES, Strategy, preload_all, preloaded_layout, streamed_layout
 from flashmem.target.descriptor import DeviceDescriptor
 
 Disk = Literal["cold", "cached"]
@@ -204,7 +204,7 @@ def describe(
     slices = {part.name: part for part in program.slices}
     layout = layout_for(program, plan, mode, strategy, shares_memory=descriptor.shares_memory)
     if strategy == "preload":
-        plan = preloaded(plan)
+        plan = preload_all(plan)
     instance = build_instance(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
     moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if kind.by_kernels else {}
     kept = {w.name for w in plan.weights if w.keep}

@@ -249,7 +249,7 @@ class _Loader:
         self._to_free: list[str] = []
         self._stopping = False
         for number in sorted(enqueued):
-            simulated.events.start(self._enqueued(loads[number]))
+            simulated.events.start(self._enqueue(loads[number]))
         for number in range(min(threads, len(loads))):
             simulated.events.start(self._work(number))
 
@@ -294,28 +294,28 @@ class _Loader:
                 yield from simulated.read(load, steps)
                 yield from self._copy(load, start, thread, steps)
             else:
-                yield from simulated.transfer(load, self._released(load), steps)
-                self._loaded(load, start, thread, steps)
+                yield from simulated.transfer(load, self._release_condition(load), steps)
+                self._note_load(load, start, thread, steps)
 
-    def _released(self, load: SimulatedLoad) -> Callable[[], bool]:
+    def _release_condition(self, load: SimulatedLoad) -> Callable[[], bool]:
         return lambda: load.after <= self._done
 
-    def _enqueued(self, load: SimulatedLoad) -> Process:
+    def _enqueue(self, load: SimulatedLoad) -> Process:
         """A load of a slice that the host tier holds."""
         yield from self._copy(load, self._simulated.events.now, 0, [])
 
     def _copy(self, load: SimulatedLoad, start: float, thread: int, steps: list[tuple[Step, float]]) -> Process:
         """The copy of a load, after its release."""
-        released = self._released(load)
+        released = self._release_condition(load)
         events = self._simulated.events
         if not released():
             yield released
             steps.append(("wait", events.now))
         yield Work("copy", sum(nbytes for resource, nbytes in load.pieces if resource == "copy"))
         steps.append(("copy", events.now))
-        self._loaded(load, start, thread, steps)
+        self._note_load(load, start, thread, steps)
 
-    def _loaded(self, load: SimulatedLoad, start: float, thread: int, steps: Sequence[tuple[Step, float]]) -> None:
+    def _note_load(self, load: SimulatedLoad, start: float, thread: int, steps: Sequence[tuple[Step, float]]) -> None:
         simulated = self._simulated
         made = TimedInterval(load.name, start, simulated.events.now, thread, tuple(steps), load.nbytes, load.after)
         simulated.loads.append(made)

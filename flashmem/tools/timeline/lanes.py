@@ -78,7 +78,7 @@ class Timeline:
 def timeline_of(report: RunReport, title: str, disk: Sequence[TimedInterval] = ()) -> Timeline:
     """The timeline of a traced or predicted run. `disk` has the reads of a cold disk (`Prediction.disk`)."""
     opened = report.ended - report.latency.exec
-    bars = tuple(_moved(_bars(report, disk, opened), opened))
+    bars = tuple(_since_opening(_bars(report, disk, opened), opened))
     found = {bar.lane for bar in bars}
     loaders = sorted({load.thread for load in report.loads})
     order = [DISK, *(lane for n in loaders for lane in (_read_lane(n), _copy_lane(n))), COMPUTE]
@@ -112,7 +112,7 @@ def _bars(report: RunReport, disk: Sequence[TimedInterval], opened: float) -> It
         before = layer.end
 
 
-def _moved(bars: Iterable[Bar], opened: float) -> Iterator[Bar]:
+def _since_opening(bars: Iterable[Bar], opened: float) -> Iterator[Bar]:
     """The bars with times since the session was open."""
     for bar in bars:
         yield replace(bar, start=bar.start - opened, end=bar.end - opened)

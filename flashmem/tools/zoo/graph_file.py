@@ -110,12 +110,12 @@ def _example(port: GraphPort, random: np.random.Generator) -> NDArray[Any]:
     return random.standard_normal(port.value.shape, np.float32)
 
 
-def _stored(value: Value, name: str) -> onnx.TensorProto:
+def _store(value: Value, name: str) -> onnx.TensorProto:
     assert value.constant is not None
     return numpy_helper.from_array(np.array(value.constant.array()), name)
 
 
-def graph_to_onnx(graph: Graph, tensor: Callable[[Value, str], onnx.TensorProto] = _stored) -> onnx.ModelProto:
+def graph_to_onnx(graph: Graph, tensor: Callable[[Value, str], onnx.TensorProto] = _store) -> onnx.ModelProto:
     """Convert `graph` to a model; `tensor` makes one of a constant and a name, by default with the data inside."""
     names: dict[Value, str] = {port.value: port.name for port in (*graph.inputs, *graph.outputs)}
 

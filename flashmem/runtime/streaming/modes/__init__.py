@@ -20,13 +20,13 @@ from flashmem.runtime.streaming.transfer import Transfer
 from flashmem.schedule.modes import ALIAS, DMA, INTERLEAVE, MAP, MODES
 
 
-def _mapped(asked: TransferRequest) -> Transfer:
+def _transfer_by_map(asked: TransferRequest) -> Transfer:
     kind = MapTransfer if asked.context.device.kind == "cpu" else ImportTransfer
     return kind(*asked.of_memory, asked.places, asked.content_hashes, asked.together, asked.after)
 
 
 TRANSFERS: dict[TransferMode, Callable[[TransferRequest], Transfer]] = {
-    MAP.name: _mapped,
+    MAP.name: _transfer_by_map,
     ALIAS.name: lambda asked: AliasTransfer(*asked.of_memory, asked.layout, asked.after),
     DMA.name: lambda asked: DmaTransfer(*asked.of_memory, asked.layout, asked.after),
     INTERLEAVE.name: lambda asked: InterleaveTransfer(*asked.of_memory, asked.layout, asked.after),

@@ -35,7 +35,7 @@ class InterleaveTransfer(MovingTransfer):
         super().__init__(context, ledger, file, slices, layout, after)
         self.reads_ahead = bool(layout.staging_slots)
         self._maps = context.queue()
-        self.staged = staging_slots(ledger, layout) if layout.staging_slots else _staging(ledger, slices, layout)
+        self.staged = staging_slots(ledger, layout) if layout.staging_slots else _allocate_staging(ledger, slices, layout)
         # Allocated last: it is mapped, and mapped memory must not be released after a later failure.
         self._ring = self._new_ring(layout)
 
@@ -58,7 +58,7 @@ class InterleaveTransfer(MovingTransfer):
         self._ring.close()
 
 
-def _staging(ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> dict[str, Buffer]:
+def _allocate_staging(ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> dict[str, Buffer]:
     """The part of one buffer that each streamed slice passes through."""
     if not layout.staging:
         return {}
