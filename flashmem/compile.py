@@ -6,7 +6,7 @@ docs/reference/internals/architecture.md shows the pipeline.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,21 +19,25 @@ from flashmem.bundle.language import WEIGHTS_KEY, Language
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
 from flashmem.compiler.adaptive.prompt_runs import with_longer_run
-from flashmem.compiler.adaptive.shape_variants import CompiledVariant, Variants, adding, plan_variants, read_graphs
+from flashmem.compiler.adaptive.shape_variants import Variants, adding, plan_variants, read_graphs
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
+from flashmem.compiler.frontend.import_graph import import_graph
 from flashmem.compiler.frontend.language.candidates import check_batch, with_candidates
 from flashmem.compiler.frontend.language.folder import read_folder
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
 from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.frontend.quantize import quantised
-from flashmem.compiler.frontend.read_graph import import_graph, read_graph
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.program import Generated, sharing_weights, write_constants, write_weights
+from flashmem.compiler.lowering.generated import Generated, write_constants, write_weights
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph
 from flashmem.compiler.passes.quantised_caches import quantised_states
+from flashmem.compiler.stages.pipeline import GroupedGraph
+from flashmem.compiler.stages.planned import CompiledVariant
+from flashmem.compiler.stages.reading import read_graph
+from flashmem.compiler.stages.stages import PACK
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.planner import planning_instance
@@ -180,10 +184,11 @@ def _read(source: _Source, compilation: Compilation, progress: Progress) -> Vari
 
     progress("import", 0.0)
     variants = compilation.variants
-    graphs: Sequence[Graph] = read_graphs(variants, read)
+    graphs = [GroupedGraph.of(graph, options) for graph, options in zip(read_graphs(variants, read), variants, strict=True)]
     if compilation.is_language and compilation.request.batch == 1:
-        variants, graphs = with_longer_run(variants, graphs, Language.from_json(source.language).max_length, read)
-    return Variants.of(variants, graphs)
+        longest = Language.from_json(source.language).max_length
+        variants, graphs = with_longer_run(variants, graphs, longest, lambda options: GroupedGraph.of(read(options), options))
+    return Variants.grouped(variants, graphs)
 
 
 def _compile(
@@ -219,7 +224,7 @@ def _compile(
             raise
         read = least
         made = plan_variants(read, progress, begin)
-    joined = dict(zip(made, sharing_weights([each.generated for each in made.values()]), strict=True))
+    joined = dict(zip(made, PACK([each.generated for each in made.values()]), strict=True))
     nbytes = joined[0].program.weights_bytes
 
     def packed(name: str, _: int) -> None:
@@ -236,7 +241,7 @@ def _compile(
         bundle.commit_all(
             [_variant(joined[index], made[index], options) for index, options in enumerate(read.options)],
             options.descriptor.portable,
-            {**_about(model, options), **_states_in_half(read.graphs[0]), **source.meta, DATA_FILES: data},
+            {**_about(model, options), **_states_in_half(read.graphs[0].graph), **source.meta, DATA_FILES: data},
             source.language,
         )
     return Bundle.open(output)

@@ -18,9 +18,9 @@ from flashmem.base.types import TransferMode
 from flashmem.compiler.configs.listed import configs_of
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Graph, Value
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.compiler.weights.slicing import Slicing
 from flashmem.target.descriptor import DeviceDescriptor, PlainTile
 
@@ -246,9 +246,9 @@ LOCAL_SIZES = ((4, 4), (8, 4), (4, 8), (8, 8), (16, 4), (16, 8))
 def targets_of(graph: Graph, descriptor: DeviceDescriptor, precision: Precision, origin: str, case: str) -> list[Target]:
     """Every launch of `graph`, compiled as in `flashmem compile`."""
     graph = prepare(graph)
-    layers = fuse(graph)
-    operators = {node.name: layer.main.op for layer in layers for node in layer.nodes}
-    made = generate(graph, layers, descriptor, precision=precision, slicing=Slicing(most=None))
+    fused = fuse(graph)
+    operators = {node.name: group.main.op for group in fused.groups for node in group.nodes}
+    made = generate(fused, descriptor, precision=precision, slicing=Slicing(most=None))
     found = []
     for i, launch in enumerate(made.program.launches):
         operator = operators.get(launch.operators[0], "") if launch.operators else ""

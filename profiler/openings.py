@@ -9,10 +9,10 @@ from flashmem.base.types import TransferMode
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_program
 from flashmem.compiler.ir.graph import Graph, GraphPort
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.target.descriptor import DeviceDescriptor
 
 from .sketch import Sketch
@@ -66,7 +66,7 @@ def kernels_graph(count: int) -> Graph:
 
 def _bundle(path: Path, graph: Graph, descriptor: DeviceDescriptor, mode: TransferMode) -> None:
     graph = prepare(graph)
-    made = generate(graph, fuse(graph), descriptor)
+    made = generate(fuse(graph), descriptor)
     # The rates are not measured yet and the model is not trained, so the plan must not use it.
     options = Options(replace(descriptor, capacity_model=""), mode)
     with BundleWriter(path) as writer:

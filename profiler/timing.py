@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from flashmem.base.errors import RunError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, Precision
 from flashmem.compiler.ir.graph import Graph, GraphPort
-from flashmem.compiler.lowering.program import Generated, generate
+from flashmem.compiler.lowering.generated import Generated
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.compiler.weights.slicing import Slicing
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.steps import Command, Resources, make_steps
@@ -62,7 +63,7 @@ def generated(graph: Graph, descriptor: DeviceDescriptor, precision: Precision =
         graph = replace(graph, inputs=_in_half(graph.inputs), outputs=_in_half(graph.outputs))
     graph = prepare(graph)
     largest = min(_LARGEST_SLICE, descriptor.max_alloc_bytes)
-    return generate(graph, fuse(graph), descriptor, precision=precision, slicing=Slicing(least=largest, most=largest))
+    return generate(fuse(graph), descriptor, precision=precision, slicing=Slicing(least=largest, most=largest))
 
 
 def _in_half(ports: Sequence[GraphPort]) -> list[GraphPort]:

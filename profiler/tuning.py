@@ -25,7 +25,7 @@ from flashmem.compiler.configs.listed import configs_of, listed_configs
 from flashmem.compiler.configs.workload import TF32, Workload
 from flashmem.compiler.kernels.contraction.configs import CODES, SlicedContraction
 from flashmem.compiler.kernels.contraction.tensor_cores import CodesContraction, TensorContraction
-from flashmem.compiler.lowering.program import Generated
+from flashmem.compiler.lowering.generated import Generated
 from flashmem.compiler.selection.configs import candidates, estimates
 from flashmem.compiler.selection.tuning_database import SUFFIX, VERSION, Timing, TuningDatabase, parse_database
 from flashmem.runtime.opencl.context import CompiledProgram

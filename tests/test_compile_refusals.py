@@ -15,10 +15,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.adaptive import tiling as adaptive_tiling
-from flashmem.compiler.adaptive.pipeline import Pipeline
 from flashmem.compiler.adaptive.plan_graph import plan_graph
-from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.options import Options
+from flashmem.compiler.stages.pipeline import Pipeline
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.planning import budget
 from flashmem.planning.latency import bounds

@@ -20,8 +20,9 @@ import numpy as np
 import flashmem
 from benchmarks.exports.models import find
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.planned import with_layouts
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.tools.zoo.graphs import zoo_graph

@@ -42,7 +42,7 @@ from benchmarks.kernels.peers import Peer, peer_of
 from flashmem.base.files import written_whole
 from flashmem.base.types import MemoryPath, Precision
 from flashmem.compiler.configs.listed import listed_configs
-from flashmem.compiler.lowering.program import Generated
+from flashmem.compiler.lowering.generated import Generated
 from flashmem.profiler.timing import Stand, generated
 from flashmem.runtime.engine.steps import Command
 from flashmem.runtime.opencl.context import CompiledProgram

@@ -11,7 +11,7 @@ import flashmem
 from flashmem.base.errors import BudgetError
 from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
-from flashmem.compiler.frontend.read_graph import read_graph
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.tools.smallest_budget import smallest_budget as found

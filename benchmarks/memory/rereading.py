@@ -24,11 +24,11 @@ from benchmarks.exports.models import names, tiny_names
 from benchmarks.memory.budgets import Precision
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.adaptive.tiling import Patches
-from flashmem.compiler.frontend.read_graph import read_graph
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.stages.pipeline import generate
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.compiler.tiling.patches import Chain, in_patches
 from flashmem.options import resolve
@@ -68,7 +68,8 @@ def read_again(program: Program) -> Program:
 def programs(model: Path, options: Options) -> list[Program]:
     """The program without patches, and those with the chains for each limit, with weights counted or not."""
     graph = read_graph(model, options)
-    patches = Patches(graph, options.descriptor, options.request.precision)
+    fused = fuse(graph)
+    patches = Patches(fused, options.descriptor, options.request.precision)
     found: dict[tuple[Chain, ...], None] = {(): None}
     least = patches.choose(0)[1]
     for memory in (patches.memory, replace(patches.memory, weight_bytes=lambda value: 0)):
@@ -76,9 +77,9 @@ def programs(model: Path, options: Options) -> list[Program]:
             found[tuple(PatchChoice(graph, patches.groups, patches.aliases, memory).chains(limit)[0])] = None
     made = []
     for chains in found:
-        tiled = in_patches(graph, chains) if chains else graph
-        layers, _ = in_lowest_order(tiled, fuse(tiled), half=options.request.precision == "fp16")
-        made.append(generate(tiled, layers, options.descriptor, precision=options.request.precision).program)
+        tiled = fuse(in_patches(fused, chains)) if chains else fused
+        ordered = in_lowest_order(tiled, half=options.request.precision == "fp16")
+        made.append(generate(ordered, options.descriptor, precision=options.request.precision).program)
     return made
 
 

@@ -41,10 +41,11 @@ from benchmarks.processes import median, run_bundle, same_bits, take_turns, weig
 from benchmarks.zoo import MODELS, planned_again, within
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
-from flashmem.compiler.frontend.read_graph import read_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
+from flashmem.compiler.stages.planned import with_layouts
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode

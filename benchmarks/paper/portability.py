@@ -22,11 +22,12 @@ from typing import Any
 from benchmarks.command import Arguments, run_command
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import Precision
-from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
-from flashmem.compiler.frontend.read_graph import read_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.planned import with_layouts
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode
 from flashmem.schedule.plan import Strategy

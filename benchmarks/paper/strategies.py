@@ -25,9 +25,9 @@ from benchmarks.processes import median, run_bundle, same_bits, take_turns, weig
 from benchmarks.zoo import MODELS, planned_again, within
 from flashmem.base.errors import BudgetError
 from flashmem.base.units import parse_size
-from flashmem.compiler.frontend.read_graph import read_graph
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.stages.pipeline import generate
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import Strategy
@@ -59,7 +59,7 @@ def streamed_bytes(model: Path, asked: dict[str, Any]) -> int:
     """Bytes of the packed weights, computed without reading any."""
     options = resolve(BundleRequest(**asked))
     graph = read_graph(model, options)
-    return sum(part.nbytes for part in generate(graph, fuse(graph), options.descriptor).program.slices)
+    return sum(part.nbytes for part in generate(fuse(graph), options.descriptor).program.slices)
 
 
 def measure(

@@ -30,11 +30,12 @@ from benchmarks.exports.models import find
 from benchmarks.paper.rates_fit import RATES, fitted, scaled
 from benchmarks.paper.tables_verdict import Judged, verdict
 from flashmem.base.errors import UserError
-from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
-from flashmem.compiler.frontend.read_graph import read_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.planned import with_layouts
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.planning.capacity.choice import default_model
 from flashmem.program.program import Program
 from flashmem.request.request import BundleRequest

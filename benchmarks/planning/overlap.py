@@ -31,11 +31,11 @@ from benchmarks.command import Arguments, run_command
 from benchmarks.zoo import MODELS
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.adaptive.plan_graph import plan_graph, plan_program
-from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.stages.pipeline import generate
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.planning.planner import planning_instance
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.request.request import BundleRequest
@@ -93,7 +93,7 @@ def measure(name: str, model: Path, descriptor: DeviceDescriptor, args: argparse
     """Measure one model on one device: seconds by strategy, at each ratio and with the descriptor's own disk."""
     options = Options(descriptor, choose_mode(descriptor, args.mode), BundleRequest(unfusion=False, precision=args.precision))
     graph = read_graph(model, options)
-    whole = generate(graph, fuse(graph), descriptor, precision=args.precision).program
+    whole = generate(fuse(graph), descriptor, precision=args.precision).program
     weights = sum(part.nbytes for part in whole.slices)
     budget = int(args.budget_ratio * weights) + fixed_bytes(whole)
     options = options.changed(budget=budget)

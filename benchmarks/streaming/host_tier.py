@@ -42,9 +42,10 @@ from benchmarks.streaming.loading import covered, pinned_rate, steps
 from benchmarks.streaming.random_weights import random_inputs, with_weights
 from flashmem.base.units import format_size
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
-from flashmem.compiler.frontend.read_graph import read_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.planned import with_layouts
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.options import resolve
 from flashmem.program.program import Program, host_bytes, pinned_output_bytes
 from flashmem.request.request import BundleRequest

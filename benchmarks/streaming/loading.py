@@ -29,8 +29,9 @@ from benchmarks.command import Arguments, run_command
 from benchmarks.streaming.random_weights import random_inputs
 from flashmem.base.units import parse_size
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.planned import with_layouts
 from flashmem.options import resolve
 from flashmem.program.program import Program
 from flashmem.request.request import BundleRequest

@@ -48,7 +48,7 @@ from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.files import written_whole
 from flashmem.bundle.bundle import Bundle
 from flashmem.compiler.adaptive.plan_graph import plan_graph
-from flashmem.compiler.frontend.read_graph import read_graph
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import device_here

@@ -34,17 +34,22 @@ _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 
 def check_bundle(program: Program, plan: OverlapPlan) -> None:
     """Raise BundleError unless `program` and `plan` are consistent and refer to no memory outside their own."""
-    check_types(program, "program.json")
     check_types(plan, "plan.json")
+    check_program(program)
+    _check_plan(program, plan)
+    for mode, layout in plan.layouts.items():
+        _check_layout(program, mode, layout, {w.name for w in plan.weights if w.preload})
+
+
+def check_program(program: Program) -> None:
+    """Raise BundleError unless `program` is consistent and refers to no memory outside its own."""
+    check_types(program, "program.json")
     _check_weight_file(program)
     _check_tensors(program)
     _check_states(program)
     _check_launches(program)
     _check_steady(program)
     _check_host_embeddings(program)
-    _check_plan(program, plan)
-    for mode, layout in plan.layouts.items():
-        _check_layout(program, mode, layout, {w.name for w in plan.weights if w.preload})
 
 
 def check_variants(programs: Sequence[Program]) -> None:

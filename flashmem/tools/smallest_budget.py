@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from flashmem.compiler.adaptive.plan_graph import refusal
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
+from flashmem.compiler.stages.pipeline import GroupedGraph
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ def smallest_budget(graph: Graph, options: Options) -> SmallestBudget:
 
     Memory limits in `options` are ignored.
     """
-    refused = refusal(graph, options)
-    before = refusal(graph, options, lowest_order=False, patches=False)
+    grouped = GroupedGraph.of(graph, options)
+    refused = refusal(grouped, options)
+    before = refusal(grouped.as_given(), options, patches=False)
     return SmallestBudget(refused.smallest_bytes, refused.without_patches, before.without_patches)

@@ -18,10 +18,10 @@ from benchmarks.paper.tables import PUBLISHED, SHIPPED_FIT, judged
 from benchmarks.paper.tables_verdict import Judged, line_by_bytes, off_by, rank_correlation, verdict, within
 from benchmarks.planning import overlap, simulation
 from flashmem.base.errors import UserError
-from flashmem.compiler.frontend.read_graph import read_graph
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.stages.pipeline import generate
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.planning.capacity.compiled import CompiledCode
 from flashmem.planning.capacity.roofline import predict_seconds
 from flashmem.planning.planner import planning_instance
@@ -129,7 +129,7 @@ def test_ours_held_to_its_gates_is_played_beside_the_strategies() -> None:
         descriptor = load_descriptor(device)
         options = Options(descriptor, choose_mode(descriptor, "auto"), BundleRequest(unfusion=False))
         graph = read_graph(model, options)
-        whole = generate(graph, fuse(graph), descriptor).program
+        whole = generate(fuse(graph), descriptor).program
         budget = sum(part.nbytes for part in whole.slices) // 2 + fixed_bytes(whole)
         program, options = overlap.within(graph, options.changed(budget=budget))
         instance = planning_instance(program, descriptor, options.mode, options.request)
@@ -162,7 +162,7 @@ def test_the_share_of_published_widths_is_found(reached: float) -> None:
     assert descriptor.pipelines is not None
     options = Options(descriptor, "alias")
     graph = read_graph(DATA / "resnet-tiny.onnx", options)
-    program = generate(graph, fuse(graph), descriptor).program
+    program = generate(fuse(graph), descriptor).program
     given = replace(descriptor, pipelines=replace(descriptor.pipelines, reached=reached))
     milliseconds = executed(program, CompiledCode.load(given, program.memory_path))
     assert fitted_share(program, descriptor, milliseconds) == pytest.approx(reached, rel=1e-3)

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
 from flashmem.base.types import Precision
-from flashmem.compiler.adaptive.shape_variants import CompiledVariant, Variants, plan_variants
+from flashmem.compiler.adaptive.shape_variants import Variants, plan_variants
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.program import Generated, write_weights
+from flashmem.compiler.lowering.generated import Generated, write_weights
 from flashmem.compiler.options import Options
+from flashmem.compiler.stages.planned import CompiledVariant
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.request.request import BundleRequest

@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.target.descriptor import load_descriptor
 from tests.golden.models import GoldenModel
 from tests.golden.records import DEVICES, hash_stages, record
@@ -41,7 +41,7 @@ def summary(model: GoldenModel) -> dict[str, Any]:
 
 def _counts(model: GoldenModel, folder: Path, device: str) -> dict[str, Any]:
     graph = model.graph(folder)
-    program = generate(graph, fuse(graph), load_descriptor(device)).program
+    program = generate(fuse(graph), load_descriptor(device)).program
     launches: Counter[str] = Counter()
     nbytes: Counter[str] = Counter()
     for launch in program.launches:

@@ -7,10 +7,10 @@ from pathlib import Path
 import onnx
 
 from flashmem.compiler.frontend.importer import import_model
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.program.launches import Launch
 from flashmem.target.descriptor import load_descriptor
 
@@ -21,7 +21,7 @@ def launches_of(model: onnx.ModelProto | Path, folder: Path, device: str = "pocl
         onnx.save(model, folder / "launched.onnx")
         model = folder / "launched.onnx"
     graph = prepare(import_model(model, {}, why_unsupported))
-    return generate(graph, fuse(graph), load_descriptor(device)).program.launches
+    return generate(fuse(graph), load_descriptor(device)).program.launches
 
 
 def families_of(model: onnx.ModelProto | Path, folder: Path, device: str = "pocl") -> list[str]:

@@ -128,7 +128,7 @@ def _show_variants(variants: Sequence[Bundle], smallest: Sequence[SmallestBudget
 def _smallest(model: Path, options: BundleRequest) -> list[SmallestBudget]:
     """The smallest budget of each shape variant alone."""
     with offline_half("planning"):
-        from flashmem.compiler.frontend.read_graph import read_graph
+        from flashmem.compiler.stages.reading import read_graph
         from flashmem.options import resolve
         from flashmem.tools.smallest_budget import smallest_budget
     found = []

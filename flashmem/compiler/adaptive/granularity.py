@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
-from flashmem.compiler.adaptive.pipeline import Attempt, Pipeline
+from flashmem.compiler.stages.pipeline import Pipeline
+from flashmem.compiler.stages.planned import Attempt
 from flashmem.compiler.weights.slicing import DEFAULT, LEAST_BYTES, STEP, Slicing, finer
 from flashmem.planning.latency.later_runs import OWN_WORTH, by_later_runs
 from flashmem.planning.latency.tiers import least_expected_seconds
@@ -62,9 +63,8 @@ def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt
     if limits.m_peak is None:
         raise attempts.refused
     pipeline = replace(pipeline, slicing=DEFAULT)  # M_peak does not limit W
-    generated = pipeline.generate(frozenset())
-    instance = replace(pipeline.instance(generated.program), w_may_grow=True)
-    return pipeline, Attempt(generated, instance, pipeline.plan(instance, generated.program))
+    generated = pipeline.generate()
+    return pipeline, pipeline.plan(replace(pipeline.instance(generated.program), w_may_grow=True), generated)
 
 
 class _Attempts:
@@ -89,14 +89,14 @@ class _Attempts:
                     continue
                 before = slicing
                 pipeline = replace(self._pipeline, slicing=slicing)
-                generated = pipeline.generate(frozenset())
+                generated = pipeline.generate()
                 largest, weights_bytes = _largest(generated.program), generated.program.weights_bytes
                 if self.best is not None:
                     instance = pipeline.instance(generated.program)
                     if not _may_be_faster(instance, generated.program, self._limits, self.best):
                         continue
                 try:
-                    attempt = pipeline.attempt(frozenset(), generated)
+                    attempt = pipeline.attempt(generated=generated)
                 except BudgetError as error:
                     if self.refused is None or error.smallest_bytes < self.refused.smallest_bytes:
                         self.refused = error
@@ -149,8 +149,8 @@ def _with_w_larger(pipeline: Pipeline, made: Attempt, limits: Limits) -> tuple[P
     if limits.m_peak is None or not objective_of(limits.resolved_objective).grows_w or made.plan.gap <= UNPROVEN:
         return pipeline, made
     instance = replace(made.instance, w_may_grow=True)
-    plan = pipeline.plan(instance, made.generated.program)
-    return pipeline, Attempt(made.generated, instance, plan) if plan.objective < made.plan.objective else made
+    larger = pipeline.plan(instance, made.generated)
+    return pipeline, larger if larger.plan.objective < made.plan.objective else made
 
 
 def _is_same(slicing: Slicing, before: Slicing, largest: int) -> bool:

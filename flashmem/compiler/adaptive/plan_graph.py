@@ -5,23 +5,20 @@ docs/reference/internals/architecture.md shows the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
-from flashmem.base.types import TransferMode
 from flashmem.compiler.adaptive.granularity import first_attempt
-from flashmem.compiler.adaptive.pipeline import Attempt, Pipeline, Watch
 from flashmem.compiler.adaptive.tiling import fitting_patches
 from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.program import NOTHING_RESERVED, Generated, Reserved
+from flashmem.compiler.lowering.generated import NOTHING_RESERVED, Generated, Reserved
 from flashmem.compiler.options import Options
-from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.stages.pipeline import GroupedGraph, Pipeline, Watch
+from flashmem.compiler.stages.planned import Attempt, with_layouts
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
-from flashmem.compiler.weights.slicing import Slicing
-from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.planner import make_plan
 from flashmem.program.program import Program
 from flashmem.schedule.plan import OverlapPlan
@@ -31,96 +28,80 @@ def _ignore(generated: Generated) -> None:
     """Does nothing with a program."""
 
 
-def plan_graph(
-    graph: Graph,
+def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullcontext()) -> tuple[Generated, OverlapPlan]:
+    """The program of `graph` and its checked plan, without layouts. See `plan_grouped`.
+
+    Raises:
+        UserError: the limits must change; a BudgetError names the smallest that work.
+    """
+    with watch("fuse"):
+        grouped = GroupedGraph.of(graph, options)
+    return plan_grouped(grouped, options, watch)
+
+
+def plan_grouped(
+    grouped: GroupedGraph,
     options: Options,
     watch: Watch = lambda step: nullcontext(),
     final: Callable[[Generated], None] = _ignore,
     *,
-    lowest_order: bool = True,
     patches: bool = True,
     earlier: StoredWeights = NOTHING_STORED,
     least: Reserved = NOTHING_RESERVED,
 ) -> tuple[Generated, OverlapPlan]:
-    """The middle of the pipeline: fuse operators, generate the program, and make its checked plan, without layouts.
+    """The program of a fused graph and its checked plan, without layouts.
 
     Slices are the largest that the limits permit and that are fast; adaptive unfusion splits fusion groups where that improves
     the plan. If the budget is too small even so, chains of operators are computed in patches (patch-based tiling).
 
     `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", however often they repeat, and for "patches".
     `final` is called with the program before planning if the plan cannot change it: without limits on memory, and without
-    unfusion. `lowest_order`: order launches for the lowest peak memory. `patches`: permit patch-based tiling. `earlier`:
-    weights that a program for other shapes has placed. `least`: memory that the program reserves at least.
+    unfusion. `patches`: permit patch-based tiling. `earlier`: weights that a program for other shapes has placed. `least`:
+    memory that the program reserves at least.
 
     Raises:
         UserError: the limits must change; a BudgetError names the smallest that work.
     """
-    try:
-        return _plan(graph, options, watch, final, lowest_order=lowest_order, earlier=earlier, least=least)
-    except BudgetError as refused:
-        if options.request.budget is None or not patches:
-            raise
-
-        def sliced(tiled: Graph, slicing: Slicing) -> tuple[Generated, OverlapPlan]:
-            return _plan(tiled, options, watch, slicing=slicing, earlier=earlier, least=least)
-
-        tiled, note = fitting_patches(graph, options, refused, sliced, watch)
-    generated, plan = _plan(tiled, options, watch, earlier=earlier, least=least)
-    return generated, replace(plan, notes=(*plan.notes, note))
-
-
-def _plan(
-    graph: Graph,
-    options: Options,
-    watch: Watch,
-    final: Callable[[Generated], None] = _ignore,
-    *,
-    slicing: Slicing | None = None,
-    lowest_order: bool = True,
-    earlier: StoredWeights = NOTHING_STORED,
-    least: Reserved = NOTHING_RESERVED,
-) -> tuple[Generated, OverlapPlan]:
-    """Generate and plan `graph`, with the slices that are best under the limits.
-
-    `slicing`: use this, and split no fusion group. `lowest_order`, `earlier`, `least`: see `plan_graph`.
-    """
-    limits, mode = options.request, options.mode
+    limits = options.request
     limited = limits.budget is not None or limits.m_peak is not None
-    pipeline = Pipeline(
-        graph,
-        options,
-        KernelSelector(options.descriptor, options.request.optimize, limited=limited),
-        watch=watch,
-        final=_ignore if limited or may_refine(limits, mode) else final,  # else another program may be planned
-        lowest_order=lowest_order,
-        earlier=earlier,
-        least=least,
-    )
-    if slicing is not None:
-        attempt = replace(pipeline, slicing=slicing).attempt(frozenset())
-        return attempt.generated, attempt.plan
+    told = _ignore if limited or may_refine(limits, options.mode) else final  # else another program may be planned
+
+    def pipeline_of(graph: GroupedGraph) -> Pipeline:
+        return replace(Pipeline.of(graph, options, earlier=earlier), watch=watch, least=least)
+
+    try:
+        made = _best(replace(pipeline_of(grouped), final=told))
+    except BudgetError as refused:
+        if limits.budget is None or not patches:
+            raise
+        tiled, note = fitting_patches(
+            grouped, options, refused, lambda graph, slicing: replace(pipeline_of(graph), slicing=slicing).attempt(), watch
+        )
+        made = _best(pipeline_of(tiled))
+        made = replace(made, plan=replace(made.plan, notes=(*made.plan.notes, note)))
+    return made.generated, made.plan
+
+
+def _best(pipeline: Pipeline) -> Attempt:
+    """The attempt with the slices and splits that are best under the limits, and its completed plan."""
+    limits, graph = pipeline.options.request, pipeline.grouped.graph
     pipeline, first = first_attempt(pipeline, limits)
-    generated, made = refine(graph, pipeline, first, limits, mode)
-    made = pipeline.completed(Attempt(generated, pipeline.instance(generated.program), made))
+    best = refine(pipeline, first, limits, pipeline.options.mode)
+    best = replace(best, plan=pipeline.completed(replace(best, instance=pipeline.instance(best.generated.program))))
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
-    return generated, replace(made, notes=(*made.notes, *notes))
+    return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, *notes)))
 
 
 def refusal(
-    graph: Graph,
-    options: Options,
-    *,
-    lowest_order: bool = True,
-    patches: bool = True,
-    least: Reserved = NOTHING_RESERVED,
+    grouped: GroupedGraph, options: Options, *, patches: bool = True, least: Reserved = NOTHING_RESERVED
 ) -> BudgetError:
-    """The error of a budget that is too small for `graph`, which names the smallest; arguments as for `plan_graph`.
+    """The error of a budget that is too small for a graph, which names the smallest; arguments as for `plan_grouped`.
 
     Memory limits in `options` are ignored.
     """
     asked = options.changed(budget=1, m_peak=None)
     try:
-        plan_graph(graph, asked, lowest_order=lowest_order, patches=patches, least=least)
+        plan_grouped(grouped, asked, patches=patches, least=least)
     except BudgetError as refused:
         return refused
     raise AssertionError("a session holds more than a byte")
@@ -130,8 +111,3 @@ def plan_program(program: Program, options: Options) -> OverlapPlan:
     """The overlap plan of an unchanged program, with the layouts of every transfer mode of its memory path."""
     plan = make_plan(program, options.descriptor, options.mode, options.request)
     return with_layouts(program, plan, options.descriptor.modes[program.memory_path])
-
-
-def with_layouts(program: Program, plan: OverlapPlan, modes: Sequence[TransferMode]) -> OverlapPlan:
-    """`plan` with the layouts of `modes`."""
-    return replace(plan, layouts=lay_out_pools(program.slices, plan, modes, page_bytes=program.page_bytes))

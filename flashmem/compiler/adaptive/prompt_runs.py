@@ -12,11 +12,8 @@ from dataclasses import dataclass, replace
 from math import sqrt
 
 from flashmem.bundle.language import CHECKED_TOKENS, IDS, LONG_RUNS, PROMPT_TOKENS
-from flashmem.compiler.adaptive.pipeline import Pipeline
-from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
-from flashmem.compiler.selection.selector import KernelSelector
-from flashmem.planning.planner import planning_instance
+from flashmem.compiler.stages.pipeline import GroupedGraph, Pipeline
 from flashmem.program.program import fixed_bytes
 
 PROMPT, ANSWER = 512, 128
@@ -48,12 +45,11 @@ class RunCost:
         return sqrt(max(self.compute, loaded / self.cached_rate) * max(self.compute, loaded / self.disk_rate))
 
 
-def cost_of(graph: Graph, options: Options) -> RunCost:
-    """Predict a run of `graph`, as compiled without a plan."""
-    limits = options.request
-    selector = KernelSelector(options.descriptor, options.request.optimize, limited=limits.budget is not None)
-    program = Pipeline(graph, options, selector).generate(frozenset()).program
-    instance = planning_instance(program, options.descriptor, options.mode, limits)
+def cost_of(grouped: GroupedGraph, options: Options) -> RunCost:
+    """Predict a run of a graph, as compiled without a plan."""
+    limits, pipeline = options.request, Pipeline.of(grouped, options)
+    program = pipeline.generate().program
+    instance = pipeline.instance(program)
     compute = sum(layer.seconds for layer in instance.layers)
     nbytes = sum(weight.nbytes for weight in instance.weights)
     return RunCost(compute, fixed_bytes(program), nbytes, instance.host_bandwidth, instance.load_bandwidth, limits.budget)
@@ -92,14 +88,14 @@ def longer_run(costs: dict[int, RunCost], longest: int, cost: Callable[[int], Ru
 
 
 def with_longer_run(
-    variants: Sequence[Options], graphs: Sequence[Graph], longest: int, read: Callable[[Options], Graph]
-) -> tuple[tuple[Options, ...], list[Graph]]:
+    variants: Sequence[Options], graphs: Sequence[GroupedGraph], longest: int, read: Callable[[Options], GroupedGraph]
+) -> tuple[tuple[Options, ...], list[GroupedGraph]]:
     """The variants of a language model for one request and their graphs, with one more if that is worth it.
 
     `longest`: tokens that the cache holds; `read`: reads the graph of a further variant. Raises as it does.
     """
     tokens = [options.shapes[IDS][1] for options in variants]
-    further: dict[int, tuple[Options, Graph]] = {}
+    further: dict[int, tuple[Options, GroupedGraph]] = {}
 
     def cost(count: int) -> RunCost:
         options = replace(variants[0], shapes={**variants[0].shapes, IDS: (1, count)})

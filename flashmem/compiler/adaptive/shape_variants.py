@@ -11,16 +11,14 @@ from dataclasses import dataclass, replace
 
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.bundle.shape_variants import Shapes, shapes_text
-from flashmem.compiler.adaptive.pipeline import Pipeline
-from flashmem.compiler.adaptive.plan_graph import plan_graph, refusal, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_grouped, refusal
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.instruction_sets import for_other_instruction_sets
-from flashmem.compiler.lowering.program import NOTHING_RESERVED, Generated, Reserved, stored_by
-from flashmem.compiler.lowering.steady import with_steady
-from flashmem.compiler.memory.allocations import within_allocations
+from flashmem.compiler.lowering.generated import NOTHING_RESERVED, Generated, Reserved, stored_by
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.quantised_caches import quantised_states
-from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.stages.pipeline import GroupedGraph, Pipeline
+from flashmem.compiler.stages.planned import CompiledVariant
+from flashmem.compiler.stages.stages import INSTRUCTION_SETS, LAY_OUT, STEADY
 from flashmem.compiler.weights.sharing import NOTHING_STORED
 from flashmem.planning.variants import planned_together
 from flashmem.schedule.plan import OverlapPlan
@@ -31,17 +29,22 @@ class Variants:
     """The options and the graph of each variant, and what all of them reserve."""
 
     options: tuple[Options, ...]
-    graphs: Sequence[Graph]
+    graphs: tuple[GroupedGraph, ...]
     least: Reserved
 
     @classmethod
     def of(cls, options: Sequence[Options], graphs: Sequence[Graph]) -> Variants:
         """The variants with these graphs."""
-        return cls(tuple(options), graphs, _reserved(graphs, options))
+        return cls.grouped(options, [GroupedGraph.of(graph, each) for graph, each in zip(graphs, options, strict=True)])
+
+    @classmethod
+    def grouped(cls, options: Sequence[Options], graphs: Sequence[GroupedGraph]) -> Variants:
+        """The variants with these graphs, which are fused."""
+        return cls(tuple(options), tuple(graphs), _reserved(graphs, options))
 
     def first(self, count: int) -> Variants:
         """The first `count` variants."""
-        return self if count == len(self.options) else Variants.of(self.options[:count], self.graphs[:count])
+        return self if count == len(self.options) else Variants.grouped(self.options[:count], self.graphs[:count])
 
     def refusal(self, index: int) -> BudgetError:
         """Why a budget below the smallest one of a variant is refused; it names that budget."""
@@ -76,37 +79,26 @@ def read_graphs(variants: Sequence[Options], read: Callable[[Options], Graph]) -
     return graphs
 
 
-def _reserved(graphs: Sequence[Graph], variants: Sequence[Options]) -> Reserved:
+def _reserved(graphs: Sequence[GroupedGraph], variants: Sequence[Options]) -> Reserved:
     """What all variants of a model with states reserve: the most of each. So a session alternates in the same memory."""
-    if len(graphs) == 1 or not graphs[0].states:
+    if len(graphs) == 1 or not graphs[0].graph.states:
         return NOTHING_RESERVED
     earlier, arenas, constants = NOTHING_STORED, list[int](), list[int]()
     for index in _largest_first(graphs):
-        options = variants[index]
-        selector = KernelSelector(options.descriptor, options.request.optimize, limited=options.request.budget is not None)
-        made = Pipeline(graphs[index], options, selector, earlier=earlier).generate(frozenset())
+        made = Pipeline.of(graphs[index], variants[index], earlier=earlier).generate()
         arenas.append(made.program.arena_bytes)
         constants.append(made.constants.nbytes)
         earlier = stored_by(made, earlier)
     return Reserved(max(arenas), max(constants))
 
 
-def _largest_first(graphs: Sequence[Graph]) -> list[int]:
+def _largest_first(graphs: Sequence[GroupedGraph]) -> list[int]:
     """The indices of a model's variants, the largest inputs first: that variant determines the layout of the weights."""
 
     def elements(index: int) -> int:
-        return sum(port.value.size for port in graphs[index].inputs)
+        return sum(port.value.size for port in graphs[index].graph.inputs)
 
     return sorted(range(len(graphs)), key=lambda index: (-elements(index), index))
-
-
-@dataclass(frozen=True)
-class CompiledVariant:
-    """The program of a variant, its plan, and its programs for other instruction sets, by their names."""
-
-    generated: Generated
-    plan: OverlapPlan
-    elsewhere: Mapping[str, Generated]
 
 
 def plan_variants(
@@ -124,18 +116,16 @@ def plan_variants(
         progress("plan", len(made) / len(graphs))
         try:
             with adding(before=_among(variants, index)):
-                generated, plan = plan_graph(
+                generated, plan = plan_grouped(
                     graphs[index], variants[index], final=lambda each: begin(each, None), earlier=earlier, least=read.least
                 )
         except BudgetError as refused:
             others = [each for each in range(len(graphs)) if each not in (*made, index)]
             raise _most_needed(refused, read, others) from refused
-        elsewhere = for_other_instruction_sets(generated, options.descriptor.instruction_set)
-        generated = with_steady(generated)
+        elsewhere = INSTRUCTION_SETS(generated, options.descriptor.instruction_set)
+        generated = STEADY(generated)
         begin(generated, plan)
-        plan = with_layouts(generated.program, plan, options.descriptor.modes[generated.program.memory_path])
-        plan = within_allocations(generated.program, plan, options.descriptor, options.mode)
-        made[index] = CompiledVariant(generated, plan, elsewhere)
+        made[index] = LAY_OUT(CompiledVariant(generated, plan, elsewhere), options)
         if len(graphs) > 1:
             earlier = stored_by(generated, earlier)
     return _keeping_the_same(made, options) if len(graphs) > 1 else made
@@ -147,11 +137,7 @@ def _keeping_the_same(made: Mapping[int, CompiledVariant], options: Options) -> 
     programs = [(each.generated.program, each.plan) for each in made.values()]
     found = {}
     for (index, each), plan in zip(made.items(), planned_together(programs, descriptor, mode, options.request), strict=True):
-        program = each.generated.program
-        if plan is not each.plan:
-            plan = with_layouts(program, plan, descriptor.modes[program.memory_path])
-            plan = within_allocations(program, plan, descriptor, mode)
-        found[index] = replace(each, plan=plan)
+        found[index] = each if plan is each.plan else LAY_OUT(replace(each, plan=plan), options)
     return found
 
 
@@ -166,7 +152,7 @@ def _most_needed(refused: BudgetError, read: Variants, others: Sequence[int]) ->
         if read.refusal(index).smallest_bytes > refused.smallest_bytes:
             try:
                 with adding(before=_among(read.options, index)):
-                    plan_graph(read.graphs[index], read.options[index], least=read.least)
+                    plan_grouped(read.graphs[index], read.options[index], least=read.least)
             except BudgetError as larger:
                 refused = larger
     return refused

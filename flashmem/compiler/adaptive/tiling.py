@@ -9,23 +9,23 @@ again, and none below it works.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import ITEMSIZE, Precision, StoredType
 from flashmem.base.units import format_size
-from flashmem.compiler.ir.fusion_group import FusionGroup
-from flashmem.compiler.ir.graph import Graph, Value
+from flashmem.compiler.ir.fusion_group import FusedGraph
+from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.memory.buffers import least_alive
 from flashmem.compiler.memory.constants import host_indices
 from flashmem.compiler.memory.precision import stored_in_half
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.stages.pipeline import GroupedGraph, Watch
+from flashmem.compiler.stages.stages import PATCH
 from flashmem.compiler.tiling.choice import PatchChoice
 from flashmem.compiler.tiling.estimate import Memory
-from flashmem.compiler.tiling.patches import Chain, in_patches
+from flashmem.compiler.tiling.patches import Chain
 from flashmem.compiler.weights.slicing import Slicing, finest
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -54,10 +54,10 @@ class Patches:
     `slicing`: the smallest slices of its weights.
     """
 
-    def __init__(self, graph: Graph, descriptor: DeviceDescriptor, precision: Precision) -> None:
-        self.graph, self.groups, self.aliases = graph, fuse(graph), AliasAnalysis(graph, half=precision == "fp16")
-        self.memory, self.slicing = _memory(graph, self.groups, self.aliases, precision == "fp16", descriptor)
-        self._choice = PatchChoice(graph, self.groups, self.aliases, self.memory)
+    def __init__(self, fused: FusedGraph, descriptor: DeviceDescriptor, precision: Precision) -> None:
+        self.groups, self.aliases = fused.groups, AliasAnalysis(fused.graph, half=precision == "fp16")
+        self.memory, self.slicing = _memory(fused, self.aliases, precision == "fp16", descriptor)
+        self._choice = PatchChoice(fused.graph, self.groups, self.aliases, self.memory)
 
     @property
     def alive(self) -> int:
@@ -83,13 +83,13 @@ class Patches:
 
 
 def fitting_patches(
-    graph: Graph,
+    grouped: GroupedGraph,
     options: Options,
     refused: BudgetError,
-    attempt: Callable[[Graph, Slicing], object],
-    watch: Callable[[str], AbstractContextManager[None]],
-) -> tuple[Graph, str]:
-    """`graph` with as few chains in patches as fit the budget that was `refused` without them; and a note for its plan.
+    attempt: Callable[[GroupedGraph, Slicing], object],
+    watch: Watch,
+) -> tuple[GroupedGraph, str]:
+    """The graph with as few chains in patches as fit the budget that was `refused` without them; and a note for its plan.
 
     `attempt` plans a graph with the slices that are given, and raises a BudgetError if it does not fit.
 
@@ -99,7 +99,7 @@ def fitting_patches(
     budget = options.request.budget
     assert budget is not None
     with watch("patches"):
-        patches = Patches(graph, options.descriptor, options.request.precision)
+        patches = Patches(grouped.fused, options.descriptor, options.request.precision)
         least = patches.choose(0)
     wanted = patches.alive - (refused.smallest_bytes - budget)
     smallest = refused
@@ -110,7 +110,7 @@ def fitting_patches(
             if chains in tried:
                 continue
             tried.add(chains)
-            tiled = in_patches(graph, chains)
+            tiled = GroupedGraph.of(PATCH(grouped.fused, chains), options)
         try:
             attempt(tiled, patches.slicing)
         except BudgetError as error:
@@ -145,10 +145,9 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
     )
 
 
-def _memory(
-    graph: Graph, groups: Sequence[FusionGroup], aliases: AliasAnalysis, half: bool, descriptor: DeviceDescriptor
-) -> tuple[Memory, Slicing]:
-    halves = stored_in_half(graph, aliases, activations=half)
+def _memory(fused: FusedGraph, aliases: AliasAnalysis, half: bool, descriptor: DeviceDescriptor) -> tuple[Memory, Slicing]:
+    graph, groups = fused.graph, fused.groups
+    halves = stored_in_half(fused, aliases, activations=half)
 
     def storage(value: Value) -> StoredType:
         return "float16" if aliases.base(value) in halves else value.dtype

@@ -13,18 +13,16 @@ from dataclasses import dataclass, replace
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.compiler.adaptive.pipeline import Attempt, Cuts, Pipeline
 from flashmem.compiler.ir.fusion_group import FusionGroup
-from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.lowering.program import Generated
-from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.stages.pipeline import Cuts, Pipeline
+from flashmem.compiler.stages.planned import Attempt
 from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.modes import MODES
-from flashmem.schedule.plan import OverlapPlan
 
 BATCH = 8
 """Groups split in the first round; twice as many after an improvement, half as many after none."""
@@ -47,10 +45,8 @@ class Split:
     gain: int
 
 
-def refine(
-    graph: Graph, pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMode
-) -> tuple[Generated, OverlapPlan]:
-    """The program of `graph` and its plan, with the splits that improved the plan; its notes name them.
+def refine(pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMode) -> Attempt:
+    """The attempt with the splits that improved the plan; its notes name them.
 
     `first`: the attempt of `pipeline` without splits. Every objective counts the cost of moves to a launch, in every transfer
     mode.
@@ -62,13 +58,13 @@ def refine(
     cuts: Cuts = frozenset()
     best = first
     if not may_refine(limits, mode):
-        return best.generated, best.plan
+        return best
     deadline = time.monotonic() + SECONDS
     done: list[Split] = []
     one_try = 2 * len(first.generated.program.launches)
     ranked, batch, generated = [], BATCH, one_try
     if generated <= LAUNCHES:
-        ranked = _ranked(graph, best, cuts, pipeline, limits)
+        ranked = _ranked(best, cuts, pipeline, limits)
     while ranked and batch and generated <= LAUNCHES and time.monotonic() < deadline:
         chosen = ranked[:batch]
         try:
@@ -80,16 +76,16 @@ def refine(
         if tried is not None and same_kind and cost(tried) < cost(best) * (1 - 1e-6):
             best, cuts = tried, cuts | {split.node for split in chosen}
             done += chosen
-            ranked, batch = _ranked(graph, best, cuts, pipeline, limits), 2 * batch
+            ranked, batch = _ranked(best, cuts, pipeline, limits), 2 * batch
         else:
             batch = min(batch, len(ranked)) // 2
         generated += one_try
     if not done:
-        return best.generated, best.plan
+        return best
     names = ", ".join(f"{split.name} before {split.node.op} (+{split.gain} chunks)" for split in done[:_NAMED])
     more = f" and {len(done) - _NAMED} more" if len(done) > _NAMED else ""
     note = f"adaptive unfusion split {len(done)} groups, objective {cost(first):.6g} to {cost(best):.6g}: {names}{more}"
-    return best.generated, replace(best.plan, notes=(*best.plan.notes, note))
+    return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, note)))
 
 
 def may_refine(limits: Limits, mode: TransferMode) -> bool:
@@ -102,27 +98,29 @@ def may_refine(limits: Limits, mode: TransferMode) -> bool:
     return limits.unfusion and limits.strategy == "stream" and matters
 
 
-def _ranked(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, limits: Limits) -> list[Split]:
+def _ranked(best: Attempt, cuts: Cuts, pipeline: Pipeline, limits: Limits) -> list[Split]:
     """The splits worth trying in addition to `cuts`, highest penalty first; none if nothing lacks capacity."""
     asked = {part.name for part in best.generated.program.slices if {part.name, part.weight} & set(limits.preload)}
     penalties = Penalties(best.instance, best.plan, frozenset(asked), limits.resolved_lambda, limits.mu)
     if not penalties.shortage and not (limits.mu and objective_of(best.plan.objective_kind).needs_capacity):
         return []
-    found = splits(graph, best, cuts, pipeline, limits.alpha)
+    found = splits(best, cuts, pipeline, limits.alpha)
     scored = [(penalties.of(split.launch, split.gain), split) for split in found]
     return [split for score, split in sorted(scored, key=lambda pair: (-pair[0], pair[1].launch)) if score > 0]
 
 
-def splits(graph: Graph, best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: float) -> list[Split]:
+def splits(best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: float) -> list[Split]:
     """The fusion groups of a program (made with `cuts`) that can be split, and the growth of their capacity.
 
     Capacities of the parts are those of a program in which all of them are split at once.
     """
-    consumers, outputs = graph.consumers(), {port.value for port in graph.outputs}
-    candidates = {cut: group for group in fuse(graph, cuts) if (cut := cut_point(group, consumers, outputs)) is not None}
+    fused = best.generated.placed.fused
+    consumers = fused.graph.consumers()
+    outputs = {port.value for port in fused.graph.outputs}
+    candidates = {cut: group for group in fused.groups if (cut := cut_point(group, consumers, outputs)) is not None}
     if not candidates:
         return []
-    program, apart = best.generated.program, pipeline.generate(cuts | candidates.keys()).program
+    program, apart = best.generated.program, pipeline.generate(cuts.union(candidates)).program
     whole, parts = _capacities(program, best.instance), _capacities(apart, pipeline.instance(apart))
     first = {launch.operators: at for at, launch in reversed(list(enumerate(program.launches, start=1)))}
     found = []

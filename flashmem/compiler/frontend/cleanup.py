@@ -20,6 +20,10 @@ from flashmem.compiler.frontend.control_flow import ControlFlowPass
 from flashmem.compiler.frontend.definitions import has_definition, write_out
 from flashmem.compiler.frontend.folding import FoldPass
 from flashmem.compiler.frontend.gemm import ReshapedGemm
+from flashmem.compiler.frontend.layers.comparison import DifferentLayersError
+from flashmem.compiler.frontend.layers.equal_layers import find_layers
+from flashmem.compiler.frontend.layers.lengthening import lengthen
+from flashmem.compiler.frontend.layers.shortening import shortened
 from flashmem.compiler.frontend.neutral import RemoveNeutralPass
 from flashmem.compiler.frontend.scaled_weights import RecogniseDequantizePass
 from flashmem.compiler.frontend.sequences import SequencePass
@@ -73,8 +77,24 @@ def clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mod
     """The model `proto`, whose inputs have static shapes, in its simplest form; all constants are initializers.
 
     Operators that ONNX defines by other operators (Attention, RotaryEmbedding, ...) are replaced by their definition unless
-    `is_native`.
+    `is_native`. Of many equal layers four are cleaned up, and the others are copies (`compiler.frontend.layers`).
     """
+    layers = find_layers(proto)
+    if layers is None:
+        return _clean_up(proto, is_native)
+    try:
+        model = _clean_up(shortened(proto, layers), is_native)
+    except Exception:  # what is wrong with the model is said of the whole model
+        return _clean_up(proto, is_native)
+    try:
+        lengthen(model, layers, proto)
+    except DifferentLayersError:
+        return _clean_up(proto, is_native)
+    passes.NameFixPass()(model)
+    return model
+
+
+def _clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Model:
     with _quiet():
         names = [output.name for output in proto.graph.output]
         proto = onnx.inliner.inline_local_functions(proto, convert_version=True)

@@ -1,10 +1,11 @@
-"""Fusion groups: the operators that one kernel computes."""
+"""Fusion groups: the operators that one kernel computes, and a graph in groups."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.program.launches import LaunchOrder
 
 
 @dataclass(eq=False)
@@ -14,7 +15,7 @@ class FusionGroup:
     The prologue computes the first input of the main operator. If `keeps`, other groups read that value too, and the kernel
     also writes it to memory. `moved` is a Transpose of the result that the kernel applies when it stores: columns of matrices
     of `places` rows become rows. `joined`: groups that its kernel computes too, each after what it reads
-    (`compiler.passes.joined_updates`); they are no part of `nodes`.
+    (`compiler.memory.joined_updates`); they are no part of `nodes`.
     """
 
     main: Node
@@ -58,3 +59,18 @@ def _read_by(nodes: list[Node], group: list[Node] | tuple[Node, ...]) -> list[Va
     """The values that `nodes` read and no node of `group` computes, without duplicates."""
     inside = {node.outputs[0] for node in group}
     return list(dict.fromkeys(value for node in nodes for value in node.inputs if value is not None and value not in inside))
+
+
+@dataclass(frozen=True, eq=False)
+class FusedGraph:
+    """A graph and its fusion groups, in execution order.
+
+    Attributes:
+        uncut: the groups of the whole graph, none of them split. What a tensor is stored as depends on these alone.
+        order: how good the execution order is, once it was chosen (`compiler.memory.launch_order`).
+    """
+
+    graph: Graph
+    groups: tuple[FusionGroup, ...]
+    uncut: tuple[FusionGroup, ...]
+    order: LaunchOrder | None = None

@@ -14,19 +14,20 @@ def graph_text(graph: Graph) -> str:
 
 def node_text(node: Node) -> str:
     """One node as a line: `y: float32[2,3] = Op(x: float32[2,3], w: const float32[3], axes=(1,)) # name`."""
-    results = ", ".join(_value(value) for value in node.outputs)
+    results = ", ".join(value_text(value) for value in node.outputs)
     given = [f"{name}={attribute!r}" for name, attribute in sorted(node.attributes.items())]
-    arguments = ", ".join([*("-" if value is None else _value(value) for value in node.inputs), *given])
+    arguments = ", ".join([*("-" if value is None else value_text(value) for value in node.inputs), *given])
     return f"{results} = {node.op}({arguments}) # {node.name}"
 
 
 def _lines(graph: Graph) -> Iterator[str]:
     yield f"graph {graph.name} (opset {graph.opset}, {len(graph.nodes)} nodes)"
-    yield from (f"input {port.name} = {_value(port.value)}" for port in graph.inputs)
+    yield from (f"input {port.name} = {value_text(port.value)}" for port in graph.inputs)
     yield from map(node_text, graph.nodes)
-    yield from (f"output {port.name} = {_value(port.value)}" for port in graph.outputs)
+    yield from (f"output {port.name} = {value_text(port.value)}" for port in graph.outputs)
 
 
-def _value(value: Value) -> str:
+def value_text(value: Value) -> str:
+    """A value's name, type and shape."""
     constant = "const " if value.constant is not None else ""
     return f"{value.name}: {constant}{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -38,6 +38,6 @@ def lowerings() -> Mapping[str, Lowering]:
     return _LOWERINGS
 
 
-def lower(context: LoweringContext, group: FusionGroup) -> None:
+def lower_group(context: LoweringContext, group: FusionGroup) -> None:
     """Append the launches of `group` to the program."""
     lowerings()[REGISTRY[group.main.op].kernel](context, group)

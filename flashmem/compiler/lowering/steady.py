@@ -1,7 +1,7 @@
 """Steady launches: faster kernels, or one launch in place of several launches, for later runs.
 
 NNV12 (MobiSys '23, section 3.5) switches from the kernels of a first answer to those of later ones. Here the program is
-generated again for later runs, over the weights in the file (`Generated.again`), and compared launch by launch. A launch that
+lowered again for later runs, over the weights in the file, and compared launch by launch. A launch that
 computes the same in the same memory, by another kernel or in place of several, is added to the bundle.
 """
 
@@ -11,7 +11,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flashmem.compiler.lowering.program import Generated
+from flashmem.compiler.lowering.context import PackedBefore
+from flashmem.compiler.lowering.generated import Generated
+from flashmem.compiler.lowering.program import lower_once
 from flashmem.program.kernel_text import kernel_source, kernel_texts
 from flashmem.program.launches import Arg, Joined, Launch, SteadyLaunch
 from flashmem.program.program import Program
@@ -22,7 +24,19 @@ _PART = re.compile(r"\[\d+\]$")
 
 def with_steady(first: Generated) -> Generated:
     """`first` with its steady launches: none where they would gain nothing."""
-    later = first.again() if first.again is not None else None
+    return with_steady_of(first, for_later_runs(first, PackedBefore(first.cuts)))
+
+
+def for_later_runs(made: Generated, packed: PackedBefore) -> Generated | None:
+    """The program that is faster than `made` in later runs over the same `packed` weights; None if it is the same."""
+    selector = made.lowering.selector
+    if not selector.differs_later() and all(len(parts) == 1 for parts in packed.cuts.values()):
+        return None
+    return lower_once(made.placed, replace(made.lowering, selector=selector.for_later_runs(), before=packed))
+
+
+def with_steady_of(first: Generated, later: Generated | None) -> Generated:
+    """`first` with the steady launches that are those of `later`, the program of later runs."""
     if later is None or later.cuts.keys() != first.cuts.keys():  # it would need them in another packing
         return first
     matched = MatchedPrograms(first, later)

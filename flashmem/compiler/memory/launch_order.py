@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from flashmem.base.types import StoredType
-from flashmem.compiler.ir.fusion_group import FusionGroup
-from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.fusion_group import FusedGraph, FusionGroup
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.memory.buffers import held_by
 from flashmem.compiler.memory.constants import host_indices
@@ -15,29 +16,28 @@ from flashmem.planning.sequence.order import Held, OrderProblem, lowest_order
 from flashmem.program.launches import LaunchOrder
 
 
-def in_lowest_order(
-    graph: Graph, groups: Sequence[FusionGroup], *, half: bool = False
-) -> tuple[list[FusionGroup], LaunchOrder]:
-    """`groups`, given in a valid order, in the order with the lowest peak found, and the quality of that order.
+def in_lowest_order(fused: FusedGraph, *, half: bool = False) -> FusedGraph:
+    """`fused`, whose groups are in a valid order, in the order with the lowest peak found, and the quality of that order.
 
     `half`: activations are stored in half where possible (`compiler.memory.precision`). Rows that the host gathers exist from
     the start. A group counts as one launch. Memory between the launches of one group, and overwritten operands, are ignored.
     """
+    graph, groups = fused.graph, fused.groups
     aliases = AliasAnalysis(graph, half=half)
     picked = [group for group in groups if host_indices(group.main, graph) is not None]
     aside = {id(group) for group in groups if aliases.is_alias(group.main)} | {id(group) for group in picked}
     launched = [group for group in groups if id(group) not in aside]
-    found = lowest_order(_problem(graph, launched, picked, aliases, half=half))
+    found = lowest_order(_problem(fused, launched, picked, aliases, half=half))
     order = LaunchOrder(found.before, found.peak, found.bound, found.method)
     if found.layers == tuple(range(len(launched))):
-        return list(groups), order
-    return [*picked, *(launched[at] for at in found.layers)], order
+        return replace(fused, order=order)
+    return replace(fused, groups=(*picked, *(launched[at] for at in found.layers)), order=order)
 
 
 def _problem(
-    graph: Graph, launched: Sequence[FusionGroup], picked: Sequence[FusionGroup], aliases: AliasAnalysis, *, half: bool
+    fused: FusedGraph, launched: Sequence[FusionGroup], picked: Sequence[FusionGroup], aliases: AliasAnalysis, *, half: bool
 ) -> OrderProblem:
-    halves = stored_in_half(graph, aliases, activations=half)
+    graph, halves = fused.graph, stored_in_half(fused, aliases, activations=half)
 
     def storage(value: Value) -> StoredType:
         return "float16" if aliases.base(value) in halves else value.dtype

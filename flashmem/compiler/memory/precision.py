@@ -20,22 +20,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT
-from flashmem.compiler.ir.fusion_group import FusionGroup
-from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.ir.fusion_group import FusedGraph, FusionGroup
+from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.memory.aliases import AliasAnalysis
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.registry import INTEGERS
-from flashmem.compiler.passes.fusion import fuse
 
 SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 """Number of elements that need the same memory in float32 and in half, because of the alignment of tensors."""
 
 
-def stored_in_half(graph: Graph, aliases: AliasAnalysis, *, activations: bool) -> frozenset[Value]:
-    """The states of `graph` that are stored in half, and its `activations`: those with separate memory, or that share it."""
+def stored_in_half(fused: FusedGraph, aliases: AliasAnalysis, *, activations: bool) -> frozenset[Value]:
+    """The states of `fused` that are stored in half, and its `activations`: those with separate memory, or that share it."""
+    graph, groups = fused.graph, fused.uncut
     if not activations and not graph.states_in_half:
         return frozenset()
-    groups, names = fuse(graph), {name for pair in graph.states for name in pair}
+    names = {name for pair in graph.states for name in pair}
     states = {aliases.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.name in names}
     inputs = [port for port in graph.inputs if port.dtype == "float16" or port.name in names]
     written = [value for group in groups for value in group.written]

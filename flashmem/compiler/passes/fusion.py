@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from flashmem.compiler.ir.broadcast import place
-from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.ir.fusion_group import FusedGraph, FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import Factor, StridedView, merged
 from flashmem.compiler.kernels.reduction.operators import whole_rows
@@ -37,19 +38,30 @@ _SHORT = 1 << 14
 """Elements of a tensor whose elementwise operators take less time than a launch, on any device."""
 
 
-def fuse(graph: Graph, cuts: Collection[Node] = ()) -> list[FusionGroup]:
-    """The fusion groups of `graph`, in execution order.
+def fuse(graph: Graph) -> FusedGraph:
+    """`graph` with its fusion groups, in execution order.
 
     A Reshape forms no group, because it moves no data. A Slice forms one. If its result is an alias, it is not launched
     (`compiler.memory.aliases`); that depends on the stored type of its source.
-
-    `cuts`: operators that join no epilogue. An elementwise one begins a group, which has its own epilogue.
     """
+    groups = tuple(_groups(graph, set()))
+    return FusedGraph(graph, groups, groups)
+
+
+def split(fused: FusedGraph, cuts: Collection[Node]) -> FusedGraph:
+    """`fused` with other groups, in which operators of `cuts` join no epilogue.
+
+    An elementwise one begins a group, which has its own epilogue.
+    """
+    return replace(fused, groups=tuple(_groups(fused.graph, set(cuts))), order=None) if cuts else fused
+
+
+def _groups(graph: Graph, cut: set[Node]) -> list[FusionGroup]:
+    """The fusion groups of `graph`, in execution order; operators of `cut` join no epilogue."""
     consumers = graph.consumers()
     outputs = {port.value for port in graph.outputs}
     position = {node: i for i, node in enumerate(graph.nodes)}
     taken: set[Node] = set()
-    cut = set(cuts)
     groups: list[FusionGroup] = []
     # From last to first, so that a sum of two branches joins the one that is computed later.
     for node in reversed(graph.nodes):

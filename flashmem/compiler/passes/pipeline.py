@@ -30,7 +30,7 @@ from flashmem.compiler.passes.split_matmul import split_matmuls
 from flashmem.compiler.passes.transpose_hoisting import hoist_transposes
 from flashmem.compiler.passes.transpose_sinking import sink_transposes
 from flashmem.compiler.passes.update_views import fold_update_views
-from flashmem.compiler.passes.verifier import Form, InvalidGraphError, verify
+from flashmem.compiler.passes.verifier import Form, InvalidResultError, verify
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def prepare(graph: Graph, observe: Observe = lambda step, graph: None) -> Graph:
     """`graph`, as imported, after all passes.
 
     Raises:
-        InvalidGraphError: a pass broke a rule of the verifier.
+        InvalidResultError: a pass broke a rule of the verifier.
     """
     return run_passes(graph, PASSES, observe)
 
@@ -94,19 +94,19 @@ def run_passes(
     """`graph` after `passes`, verified after each; `observe` as for `prepare`.
 
     Raises:
-        InvalidGraphError: a pass broke a rule, or requires a form that no pass before it ensures.
+        InvalidResultError: a pass broke a rule, or requires a form that no pass before it ensures.
     """
     forms: dict[Form, None] = {}
     for step in passes:
         if missing := [form for form in step.requires if form not in forms]:
-            raise InvalidGraphError(f"pass {step.name} requires a graph that is {missing[0]}, which no pass before it ensures")
+            raise InvalidResultError(f"pass {step.name} requires a graph that is {missing[0]}, which no pass before it ensures")
         graph = step.run(graph)
         observe(step, graph)
         forms |= dict.fromkeys(step.ensures)
         try:
             verify(graph, forms)
-        except InvalidGraphError as error:
-            raise InvalidGraphError(f"after pass {step.name}: {error}") from error
+        except InvalidResultError as error:
+            raise InvalidResultError(f"after pass {step.name}: {error}") from error
     return graph
 
 
@@ -128,13 +128,14 @@ def dump_graph(graph: Graph, folder: Path) -> None:
 
     Raises:
         UserError: a file cannot be written.
-        InvalidGraphError: a pass broke a rule of the verifier; its result is written first.
+        InvalidResultError: a pass broke a rule of the verifier; its result is written first.
     """
     texts = {"imported": graph_text(graph)}
     try:
         made = prepare(graph, lambda step, after: texts.update({step.name: graph_text(after)}))
         texts["fuse"] = "".join(
-            f"{group.main.op} {' '.join(node.name for node in group.nodes)} -> {group.output.name}\n" for group in fuse(made)
+            f"{group.main.op} {' '.join(node.name for node in group.nodes)} -> {group.output.name}\n"
+            for group in fuse(made).groups
         )
     finally:
         for number, (name, text) in enumerate(texts.items()):

@@ -8,9 +8,9 @@ rotary positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,11 +26,58 @@ _LONGEST = 1024
 _DEEPEST = 32
 """The most nodes between the result and x."""
 
-_Product = tuple[int, int, Value | None, int]
-"""(sign, column of x, table, column of the table) of one product; without a table, the element of x alone."""
+_Columns = NDArray[np.int64]
+"""A number for each element of a row."""
 
-_Columns = NDArray[Any]
-"""The sum of products of each element of a row: tuples of `_Product`, in the shape of the dimensions of the row."""
+
+@dataclass(frozen=True)
+class _Terms:
+    """The sum of products that each element of a row is: arrays [terms, *dimensions of the row], of which zero signs mean none.
+
+    Attributes:
+        sign: 1 or -1, or 0 where an element has fewer terms.
+        column: of x.
+        table: its number, or -1 for the element of x alone.
+        place: column of the table.
+    """
+
+    sign: _Columns
+    column: _Columns
+    table: _Columns
+    place: _Columns
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of the row."""
+        return self.sign.shape[1:]
+
+    def mapped(self, move: Callable[[_Columns], _Columns]) -> _Terms:
+        """The terms after `move` of each array."""
+        return _Terms(*map(move, self._arrays))
+
+    @property
+    def _arrays(self) -> tuple[_Columns, ...]:
+        return self.sign, self.column, self.table, self.place
+
+    def negated(self) -> _Terms:
+        """The terms of minus each element."""
+        return replace(self, sign=-self.sign)
+
+    def plus(self, other: _Terms) -> _Terms | None:
+        """The terms of sums; None if an element would have more than two."""
+        joined = _Terms(*(np.concatenate(pair) for pair in zip(self._arrays, other._arrays, strict=True)))
+        order = np.argsort(joined.sign == 0, axis=0, kind="stable")
+        joined = joined.mapped(lambda array: np.take_along_axis(array, order, 0))
+        return None if joined.sign[2:].any() else joined.mapped(lambda array: array[:2])
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[_Terms], axis: int) -> _Terms:
+        """The terms of a longer row; `axis`: of the row."""
+        most = max(len(part.sign) for part in parts)
+        padded = [
+            part.mapped(lambda array: np.pad(array, [(0, most - len(array)), *[(0, 0)] * (array.ndim - 1)])) for part in parts
+        ]
+        return cls(*(np.concatenate(arrays, axis + 1) for arrays in zip(*(part._arrays for part in padded), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -59,8 +106,9 @@ def _match(node: Node) -> _Match | None:
     candidates = [value for value in _ancestors(node) if value.size == node.outputs[0].size and value.shape]
     for x in sorted(candidates, key=lambda value: -value.shape[-1]):
         if 1 < x.shape[-1] <= _LONGEST:
-            columns = _Rows(x).of(node.outputs[0])
-            if columns is not None and (match := _compared(node, x, columns.reshape(-1))) is not None:
+            rows = _Rows(x)
+            terms = rows.of(node.outputs[0])
+            if terms is not None and (match := _compared(node, rows, terms)) is not None:
                 return match
     return None
 
@@ -95,14 +143,23 @@ class _Rows:
     """Rows of values that are computed from rows of `x`, element by element."""
 
     x: Value
-    known: dict[Value, _Columns | None] = field(default_factory=dict)
+    known: dict[Value, _Terms | None] = field(default_factory=dict)
+    tables: list[Value] = field(default_factory=list)
 
-    def of(self, value: Value) -> _Columns | None:
+    def of(self, value: Value) -> _Terms | None:
         """The elements of a row of `value`; None if it is computed in another way, or from other rows."""
         if value not in self.known:
             self.known[value] = None
             self.known[value] = self._computed(value)
         return self.known[value]
+
+    def _number(self, table: Value) -> int:
+        """The number of a table: one for all that are the same but for their shape."""
+        for number, known in enumerate(self.tables):
+            if known is table or (known.shape == table.shape and unreshaped(known) is unreshaped(table)):
+                return number
+        self.tables.append(table)
+        return len(self.tables) - 1
 
     @property
     def _rank(self) -> int:
@@ -112,117 +169,105 @@ class _Rows:
         """The shape of a row of `value` if all its other dimensions equal those of `x`, else None."""
         return value.shape[self._rank :] if value.shape[: self._rank] == self.x.shape[:-1] else None
 
-    def _computed(self, value: Value) -> _Columns | None:
+    def _computed(self, value: Value) -> _Terms | None:
         node, shape = value.producer, self._row(value)
         if value is self.x:
-            return _filled([((1, column, None, 0),) for column in range(value.shape[-1])], value.shape[-1:])
+            columns = np.arange(value.shape[-1])[None]
+            return _Terms(np.ones_like(columns), columns, np.full_like(columns, -1), np.zeros_like(columns))
         if node is None or shape is None or node.op not in _INSIDE or len(self.known) > 2 * _DEEPEST:
             return None
         if node.op == "Mul":
             return self._product(node)
-        given: list[_Columns] = []
-        for each in node.inputs:
-            part = None if each is None else self.of(each)
-            if part is None:
-                return None
-            given.append(part)
-        if node.op == "Reshape":
-            return given[0].reshape(shape) if given[0].size == np.prod(shape, dtype=int) else None
-        if node.op == "Slice":
-            return self._slice(node, given[0])
-        if node.op == "Concat":
-            axis = node.attributes["axis"] - self._rank
-            return np.concatenate(given, axis) if axis >= 0 else None
-        if node.op == "Neg":
-            return _each(_negated, given[0])
-        if given[0].shape != shape or given[1].shape != shape:
-            return None
-        return _each(lambda a, b: a + b, given[0], given[1] if node.op == "Add" else _each(_negated, given[1]))
+        given = [None if each is None else self.of(each) for each in node.inputs]
+        parts = [part for part in given if part is not None]
+        return self._combined(node, parts, shape) if len(parts) == len(given) else None
 
-    def _slice(self, node: Node, columns: _Columns) -> _Columns | None:
+    def _combined(self, node: Node, parts: Sequence[_Terms], shape: tuple[int, ...]) -> _Terms | None:
+        """What `node` makes of the rows `parts`, a row of `shape`."""
+        match node.op:
+            case "Reshape":
+                return self._reshaped(parts[0], shape)
+            case "Slice":
+                return self._slice(node, parts[0])
+            case "Concat":
+                axis = node.attributes["axis"] - self._rank
+                return _Terms.concatenated(parts, axis) if axis >= 0 else None
+            case "Neg":
+                return parts[0].negated()
+        if any(part.shape != shape for part in parts):
+            return None
+        return parts[0].plus(parts[1] if node.op == "Add" else parts[1].negated())
+
+    def _reshaped(self, terms: _Terms, shape: tuple[int, ...]) -> _Terms | None:
+        if math.prod(terms.shape) != math.prod(shape):
+            return None
+        return terms.mapped(lambda array: array.reshape(-1, *shape))
+
+    def _slice(self, node: Node, terms: _Terms) -> _Terms | None:
         starts, steps = node.attributes["starts"], node.attributes["steps"]
         row = self._row(node.outputs[0])
         if row is None or self._row(node.input(0)) is None:
             return None
         cut = zip(row, starts[self._rank :], steps[self._rank :], strict=True)
-        made: _Columns = columns[np.ix_(*(np.arange(size) * step + start for size, start, step in cut))]
-        return made
+        places = np.ix_(*(np.arange(size) * step + start for size, start, step in cut))
+        return terms.mapped(lambda array: array[:, *places])
 
-    def _product(self, node: Node) -> _Columns | None:
+    def _product(self, node: Node) -> _Terms | None:
         """Elements of a row of `x`, each times one number of a table."""
         for value, table in (node.inputs, node.inputs[::-1]):
-            columns = None if value is None else self.of(value)
-            if columns is None or table is None or self._row(node.outputs[0]) != columns.shape:
+            terms = None if value is None else self.of(value)
+            if terms is None or table is None or self._row(node.outputs[0]) != terms.shape:
                 continue
-            inner = table.shape[max(0, len(table.shape) - columns.ndim) :]
-            if any(len(each) != 1 or each[0][2] is not None for each in columns.reshape(-1)):
+            if terms.sign[1:].any() or not terms.sign[0].all() or (terms.table[0] >= 0).any():
                 return None
-            places = np.arange(np.prod(inner, dtype=int)).reshape(inner)
+            inner = table.shape[max(0, len(table.shape) - len(terms.shape)) :]
             try:
-                places = np.broadcast_to(places, columns.shape)
+                places = np.broadcast_to(np.arange(math.prod(inner)).reshape(inner), terms.shape)
             except ValueError:
                 return None
-            pairs = zip(columns.reshape(-1), places.reshape(-1), strict=True)
-            return _filled([((sign, at, table, int(place)),) for ((sign, at, *_),), place in pairs], columns.shape)
+            number = np.full_like(terms.table[:1], self._number(table))
+            return _Terms(terms.sign[:1], terms.column[:1], number, places[None])
         return None
 
 
-def _filled(elements: list[tuple[_Product, ...]], shape: tuple[int, ...]) -> _Columns:
-    made = np.empty(len(elements), object)
-    made[:] = elements
-    return made.reshape(shape)
-
-
-def _negated(products: tuple[_Product, ...]) -> tuple[_Product, ...]:
-    return tuple((-sign, column, table, place) for sign, column, table, place in products)
-
-
-def _each(function: Any, *operands: _Columns) -> _Columns:
-    flat = [function(*each) for each in zip(*(operand.reshape(-1) for operand in operands), strict=True)]
-    return _filled(flat, operands[0].shape)
-
-
-def _compared(node: Node, x: Value, columns: _Columns) -> _Match | None:
-    """The rotary positions that are `columns`, the elements of a row; None if they are something else."""
-    turning = next((at for at, products in enumerate(columns) if len(products) != 2), len(columns))
-    half = turning // 2
-    if not half or turning % 2 or any(columns[at] != ((1, at, None, 0),) for at in range(turning, len(columns))):
+def _compared(node: Node, rows: _Rows, terms: _Terms) -> _Match | None:
+    """The rotary positions that are `terms`, the elements of a row; None if they are something else."""
+    flat = terms.mapped(lambda array: array.reshape(len(array), -1))
+    turning = _turning(flat)
+    if turning == 0:
         return None
-    tables = [_own_and_other(products, at) for at, products in enumerate(columns[:turning])]
-    first = tables[0]
-    if first is None:
+    at, half = np.arange(turning), turning // 2
+    is_first = flat.column[0, :turning] == at
+    own = flat.mapped(lambda array: np.where(is_first, array[0, :turning], array[1, :turning]))
+    other = flat.mapped(lambda array: np.where(is_first, array[1, :turning], array[0, :turning]))
+    cosines, sines = int(own.table[0]), int(other.table[0])
+    wrong = (own.table != cosines) | (other.table != sines) | (own.sign != 1) | (own.column != at) | (own.place != other.place)
+    if min(cosines, sines) < 0 or wrong.any():
         return None
-    cosines, sines = first[0][2], first[1][2]
-    assert cosines is not None and sines is not None
     for interleaved in (False, True):
         for width in (half, turning):
-            wanted = (_expected(at, half, width, interleaved) for at in range(turning))
-            if all(
-                found is not None
-                and found[0][:2] == (1, at) and _is_table(found[0][2], cosines) and found[0][3] == place
-                and found[1][:2] == (sign, other) and _is_table(found[1][2], sines) and found[1][3] == place
-                for at, (found, (sign, other, place)) in enumerate(zip(tables, wanted, strict=True))
-            ):  # fmt: skip
-                return _Match(node, x, cosines, sines, width, half, interleaved)
+            sign, column, place = _expected(at, half, width, interleaved)
+            if ((other.sign == sign) & (other.column == column) & (own.place == place)).all():
+                return _Match(node, rows.x, rows.tables[cosines], rows.tables[sines], width, half, interleaved)
     return None
 
 
-def _own_and_other(products: tuple[_Product, ...], at: int) -> tuple[_Product, _Product] | None:
-    """The product of element `at` of x, and the other one; both have tables."""
-    one, two = products if products[0][1] == at else products[::-1]
-    return (one, two) if one[2] is not None and two[2] is not None else None
+def _turning(flat: _Terms) -> int:
+    """How many elements, an even number, are sums of two products; those behind them are elements of x. 0 if not so."""
+    counts = np.count_nonzero(flat.sign, axis=0)
+    turning = int(np.argmax(counts != 2)) if (counts != 2).any() else len(counts)
+    at = np.arange(turning, len(counts))
+    sign, column, table = flat.sign[0, turning:], flat.column[0, turning:], flat.table[0, turning:]
+    is_still = (counts[turning:] == 1) & (sign == 1) & (column == at) & (table < 0)
+    return turning if turning % 2 == 0 and is_still.all() else 0
 
 
-def _is_table(value: Value | None, table: Value) -> bool:
-    return value is table or (value is not None and value.shape == table.shape and unreshaped(value) is unreshaped(table))
-
-
-def _expected(at: int, half: int, width: int, interleaved: bool) -> tuple[int, int, int]:
-    """(sign, the other element, place in a table of `width` columns) of element `at`."""
+def _expected(at: _Columns, half: int, width: int, interleaved: bool) -> tuple[_Columns, _Columns, _Columns]:
+    """(sign, the other element, place in a table of `width` columns) of the elements `at`."""
     is_second = at % 2 == 1 if interleaved else at >= half
     step = 1 if interleaved else half
     pair = at // 2 if interleaved else at % half
-    return (1 if is_second else -1), at + (-step if is_second else step), at if width > half else pair
+    return np.where(is_second, 1, -1), at + np.where(is_second, -step, step), at if width > half else pair
 
 
 def _write(rewriter: Rewriter, match: _Match) -> None:

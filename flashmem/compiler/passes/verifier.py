@@ -13,15 +13,15 @@ Form = Literal["decomposed", "channels last", "attention matched", "attention fo
 """A form of a graph that passes ensure and later passes require."""
 
 
-class InvalidGraphError(Exception):
-    """A pass produced a graph that breaks a rule: an error in flashmem, not in the model."""
+class InvalidResultError(Exception):
+    """A pass or a stage made a result that breaks a rule: an error in flashmem, not in the model."""
 
 
 def verify(graph: Graph, forms: Collection[Form] = ()) -> None:
     """Check order, producers, types and shapes of `graph`, and the rules of `forms` for its nodes.
 
     Raises:
-        InvalidGraphError: the first broken rule, with the node as text.
+        InvalidResultError: the first broken rule, with the node as text.
     """
     known = {port.value for port in graph.inputs}
     decomposed = "decomposed" in forms
@@ -34,22 +34,22 @@ def verify(graph: Graph, forms: Collection[Form] = ()) -> None:
             if broken is None and node.op in each:
                 broken = each[node.op](node)
         if broken is not None:
-            raise InvalidGraphError(f"{broken}: {node_text(node)}")
+            raise InvalidResultError(f"{broken}: {node_text(node)}")
     for port in graph.outputs:
         if port.value not in known and port.value.constant is None:
-            raise InvalidGraphError(f"output {port.name} has no producer")
+            raise InvalidResultError(f"output {port.name} has no producer")
 
 
 def _verify_values(node: Node, known: set[Value]) -> None:
     """Check that the inputs of `node` are known or constants, and its outputs are new and name it as producer."""
     for value in node.inputs:
         if value is not None and value.constant is None and value not in known:
-            raise InvalidGraphError(f"{value.name} is read before a node makes it: {node_text(node)}")
+            raise InvalidResultError(f"{value.name} is read before a node makes it: {node_text(node)}")
     for value in node.outputs:
         if value.producer is not node:
-            raise InvalidGraphError(f"{value.name} names another node as its producer: {node_text(node)}")
+            raise InvalidResultError(f"{value.name} names another node as its producer: {node_text(node)}")
         if value in known or value.constant is not None:
-            raise InvalidGraphError(f"{value.name} is made twice: {node_text(node)}")
+            raise InvalidResultError(f"{value.name} is made twice: {node_text(node)}")
 
 
 def _decomposed(node: Node) -> str | None:

@@ -105,6 +105,10 @@ class KernelSelector:
         later._first = self
         return later
 
+    def on_device(self, descriptor: DeviceDescriptor) -> KernelSelector:
+        """A new selector for another device, for which the same counts."""
+        return KernelSelector(descriptor, self._optimize, limited=self._limited)
+
     @property
     def limited(self) -> bool:
         """Whether memory is limited, so that no config may enlarge weights, or exchange sums through memory."""

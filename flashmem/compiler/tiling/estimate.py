@@ -27,7 +27,7 @@ class Memory:
     """Memory sizes on which a choice of chains is based.
 
     Attributes:
-        alive: live bytes at each group of `fuse(graph)`, without patches.
+        alive: live bytes at each group of a fused graph, without patches.
         nbytes: bytes of a tensor.
         weight_bytes: bytes of a constant that is streamed.
         in_flight: bytes of weights that are loaded at a time in any case.

@@ -14,17 +14,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashmem.compiler.ir.builder import Rewriter, derived
-from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.ir.fusion_group import FusedGraph, FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.operators.tiling_interface import AxisRange, TiledNode
-from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.row_parts import copied_row_parts
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain: groups `first` to `last` of `fuse(graph)`, counted from 0, in patches of the last one's result.
+    """A chain: groups `first` to `last` of a fused graph, counted from 0, in patches of the last one's result.
 
     Each patch extends from one of `starts` along `axis` to the next. The first start is 0.
     """
@@ -161,13 +160,13 @@ def _tiles(spans: Sequence[AxisRange], value: Value) -> bool:
     return ends[-1] == size and all(span.start == end for span, end in zip(spans, ends, strict=False))
 
 
-def in_patches(graph: Graph, chains: Sequence[Chain]) -> Graph:
-    """`graph` with `chains`, no two of which share a group, in patches. `graph` itself is unchanged.
+def in_patches(fused: FusedGraph, chains: Sequence[Chain]) -> Graph:
+    """The graph of `fused` with `chains`, no two of which share a group, in patches. `fused` itself is unchanged.
 
     Raises:
         ValueError: a chain whose last operator has no such parts.
     """
-    groups = fuse(graph)
+    graph, groups = fused.graph, fused.groups
     nodes = units(graph, groups)
     writer = _Writer()
     for node in nodes[0]:

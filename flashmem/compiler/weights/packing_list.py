@@ -6,7 +6,7 @@ generated again, before the first weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,6 +57,10 @@ class PackingList:
             self.size = offset + nbytes
         self._entries.append(_Entry(name, tuple(zip(offsets, sizes, strict=True)), pieces))
         return offsets
+
+    def entries(self) -> Iterator[tuple[str, tuple[tuple[int, int], ...]]]:
+        """The weights, in order, and the offset and bytes of each of their pieces."""
+        return ((entry.name, entry.places) for entry in self._entries)
 
     def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
         """Make every piece and append it to `sink`, which must already contain everything before them."""

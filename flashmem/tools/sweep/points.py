@@ -17,11 +17,12 @@ from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.types import Precision, TransferMode
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.ir.portable import PortableGraph
-from flashmem.compiler.lowering.program import Generated
+from flashmem.compiler.lowering.generated import Generated
 from flashmem.compiler.options import Options
+from flashmem.compiler.stages.planned import with_layouts
 from flashmem.planning.planner import make_plan
 from flashmem.program.program import Program
 from flashmem.request.request import BundleRequest

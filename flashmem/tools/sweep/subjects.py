@@ -11,11 +11,11 @@ from flashmem.base.types import Precision, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.shape_variants import read_variants
 from flashmem.compile import compile as compile_model
-from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.portable import portable
 from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.options import check_precision
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import choose_mode, device_here, find_descriptor

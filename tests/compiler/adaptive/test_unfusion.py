@@ -16,17 +16,19 @@ import pytest
 from numpy.typing import NDArray
 
 import flashmem
-from flashmem.compiler.adaptive import pipeline
-from flashmem.compiler.adaptive.pipeline import Attempt, Cuts, Pipeline
 from flashmem.compiler.adaptive.unfusion import cut_point, splits
 from flashmem.compiler.frontend.importer import import_model
+from flashmem.compiler.ir.fusion_group import FusedGraph
 from flashmem.compiler.ir.graph import Graph, Node
+from flashmem.compiler.lowering.generated import Generated
 from flashmem.compiler.operators import is_elementwise, why_unsupported
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.decompose import decompose
-from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.fusion import fuse, split
 from flashmem.compiler.passes.layout import assign_layouts
-from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.stages import pipeline
+from flashmem.compiler.stages.pipeline import Cuts, GroupedGraph, Pipeline
+from flashmem.compiler.stages.planned import Attempt
 from flashmem.planning.penalty import Penalties
 from flashmem.program.program import Program
 from flashmem.runtime.opencl.discovery import list_devices
@@ -73,11 +75,11 @@ def test_any_cuts_leave_the_answer(
 ) -> None:
     chosen: list[Cuts] = []
 
-    def cut_fuse(graph: Graph, cuts: Cuts = frozenset()) -> Any:
-        chosen.append(choose([node for node in graph.nodes if is_elementwise(node)]))
-        return fuse(graph, cuts | chosen[-1])
+    def split_more(fused: FusedGraph, cuts: Cuts) -> FusedGraph:
+        chosen.append(choose([node for node in fused.graph.nodes if is_elementwise(node)]))
+        return split(fused, cuts | chosen[-1])
 
-    monkeypatch.setattr(pipeline, "fuse", cut_fuse)
+    monkeypatch.setattr(pipeline, "split", split_more)
     model = DATA / f"{name}.onnx"
     inputs = _inputs(model)
     devices = [device.descriptor_name for device in list_devices()]  # alternately: split kernels are built for this test alone
@@ -92,10 +94,11 @@ def test_any_cuts_leave_the_answer(
 def test_a_cut_operator_begins_a_group(name: str) -> None:
     graph = _graph(name)
     consumers, outputs = graph.consumers(), {port.value for port in graph.outputs}
-    whole = fuse(graph)
+    fused = fuse(graph)
+    whole = fused.groups
     cuts = {cut: group for group in whole if (cut := cut_point(group, consumers, outputs)) is not None}
     assert cuts
-    apart = fuse(graph, cuts.keys())
+    apart = split(fused, cuts.keys()).groups
     assert {node for group in apart for node in group.nodes} == {node for group in whole for node in group.nodes}
     assert sum(len(group.nodes) for group in apart) == sum(len(group.nodes) for group in whole)
     assert cuts.keys() <= {group.main for group in apart}
@@ -115,14 +118,14 @@ def test_a_cut_operator_begins_a_group(name: str) -> None:
 
 _GENERATED = """
 import hashlib, sys
-from flashmem.compiler.lowering.program import generate
-from flashmem.compiler.frontend.read_graph import read_graph
+from flashmem.compiler.stages.pipeline import generate
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 options = resolve(BundleRequest(device="generic-cpu"))
 graph = read_graph(sys.argv[1], options)
-made = generate(graph, fuse(graph), options.descriptor)
+made = generate(fuse(graph), options.descriptor)
 print(hashlib.sha256(repr((made.program, made.source)).encode()).hexdigest())
 """
 
@@ -217,22 +220,22 @@ class _TenChunks(Pipeline):
     def instance(self, program: Program) -> Instance:
         return Instance(layers_of([10] * len(program.launches)), (), 1, 1, 1.0)
 
-    def plan(self, instance: Instance, program: Program) -> OverlapPlan:
+    def plan(self, instance: Instance, generated: Generated) -> Attempt:
         raise AssertionError("ranking splits makes no plan")
 
 
 def test_parts_must_gain_alpha_over_the_whole() -> None:
     graph, descriptor = _graph("gptneo-tiny"), load_descriptor("generic-cpu")
     options = Options(descriptor, "map")
-    ten_chunks = _TenChunks(graph, options, KernelSelector(descriptor, options.request.optimize, limited=False))
-    generated = ten_chunks.generate(frozenset())
+    ten_chunks = _TenChunks.of(GroupedGraph.of(graph, options), options)
+    generated = ten_chunks.generate()
     whole = Attempt(generated, ten_chunks.instance(generated.program), _plan((), len(generated.program.launches)))
-    found = splits(graph, whole, frozenset(), ten_chunks, alpha=1.0)
+    found = splits(whole, frozenset(), ten_chunks, alpha=1.0)
     assert found and all(split.gain >= 10 for split in found)
     assert {split.name for split in found} < {launch.name for launch in generated.program.launches}
-    assert not splits(graph, whole, frozenset(), ten_chunks, alpha=3.0)
-    for split in found:
-        assert generated.program.launches[split.launch - 1].operator_class != "hierarchical"
+    assert not splits(whole, frozenset(), ten_chunks, alpha=3.0)
+    for each in found:
+        assert generated.program.launches[each.launch - 1].operator_class != "hierarchical"
 
 
 def test_where_capacity_has_no_part_in_the_objective_nothing_is_split(slow_copies: str, tmp_path: Path) -> None:

@@ -22,11 +22,11 @@ from flashmem.base.errors import BundleError
 from flashmem.bundle.lane_bounds import check_lanes
 from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.configs.listed import listed_configs, with_configs
-from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.kernels.reduction.configs import RowConfig
-from flashmem.compiler.lowering.program import Generated
+from flashmem.compiler.lowering.generated import Generated
 from flashmem.compiler.lowering.templates import KernelLibrary, Lane, _environment
 from flashmem.compiler.options import Options
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.tensors import Slice
 from flashmem.runtime.engine.executor import Executor

@@ -12,9 +12,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
-from flashmem.compiler.frontend.read_graph import read_graph
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.stages.pipeline import generate
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import find_descriptor
@@ -108,6 +108,6 @@ def test_only_useful_products_are_counted(tmp_path: Path) -> None:
     weight = np.ones((16, 8, 4, 4), np.float32)
     onnx.save(model_of(weight, (1, 16, 8, 8), (1, 8, 18, 18), (2, 2)), tmp_path / "m.onnx")
     graph = read_graph(tmp_path / "m.onnx", resolve(BundleRequest(device="pocl")))
-    made = generate(graph, fuse(graph), load_descriptor("pocl"))
+    made = generate(fuse(graph), load_descriptor("pocl"))
     of_y = next(launch for launch in made.program.launches if launch.macs and launch.shape.rows == math.prod((18, 18)))
     assert of_y.macs == 18 * 18 * 4 * 16 * 8

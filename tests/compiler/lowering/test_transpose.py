@@ -11,9 +11,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
-from flashmem.compiler.frontend.read_graph import read_graph
-from flashmem.compiler.lowering.program import Generated, generate
+from flashmem.compiler.lowering.generated import Generated
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.stages.pipeline import generate
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.options import resolve
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.request.request import BundleRequest
@@ -109,7 +110,7 @@ def generated(shape: tuple[int, ...], perm: tuple[int, ...], device: str, folder
     nodes.node("Transpose", nodes.input(np.zeros(shape, np.float32)), perm=list(perm))
     onnx.save(nodes.proto(), folder / "m.onnx")
     graph = read_graph(folder / "m.onnx", resolve(BundleRequest(device=device)))
-    return generate(graph, fuse(graph), load_descriptor(device))
+    return generate(fuse(graph), load_descriptor(device))
 
 
 @pytest.mark.parametrize("device", ["pocl", "nvidia", "adreno750", "mali-g715"])

@@ -23,12 +23,13 @@ from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Graph, Value
 from flashmem.compiler.lowering.context import LoweringContext
-from flashmem.compiler.lowering.program import Generated, generate
+from flashmem.compiler.lowering.generated import Generated
 from flashmem.compiler.memory import buffers as places
 from flashmem.compiler.memory.aliases import unreshaped
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.program.program import Launch, Program
 from flashmem.target.descriptor import load_descriptor
 from tests.support.compared import PLACES, require_right
@@ -163,7 +164,6 @@ class _Elements:
 
 def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> Generated:
     """A program whose launches are simulated on a memory that records which element each byte belongs to."""
-    groups = fuse(graph)
     begins: list[tuple[FusionGroup, int]] = []
     names: dict[Value, str] = {}
     tensor = LoweringContext.tensor
@@ -175,15 +175,15 @@ def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> G
 
     def begun(context: LoweringContext, group: FusionGroup) -> None:
         begins.append((group, len(context.launches)))
-        lower(context, group)
+        lower_group(context, group)
 
     from flashmem.compiler.lowering import program as module
 
-    lower = module.lower
+    lower_group = module.lower_group
     with monkeypatch.context() as patched:
         patched.setattr(LoweringContext, "tensor", recorded)
-        patched.setattr(module, "lower", begun)
-        made = generate(graph, groups, load_descriptor("pocl"), precision=precision)
+        patched.setattr(module, "lower_group", begun)
+        made = generate(fuse(graph), load_descriptor("pocl"), precision=precision)
     _play(graph, made.program, begins, names)
     return made
 
@@ -331,7 +331,7 @@ def _moves(op: str, rows: int, precision: Any, tmp_path: Path, *, twice: bool = 
     graph = helper.make_graph(nodes, "moves", [x], infos, [sizes] if op == "Split" else [])
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), tmp_path / "m.onnx")
     prepared = prepare(import_model(tmp_path / "m.onnx", {}, why_unsupported))
-    program = generate(prepared, fuse(prepared), load_descriptor("pocl"), precision=precision).program
+    program = generate(fuse(prepared), load_descriptor("pocl"), precision=precision).program
     return [launch.name for launch in program.launches if launch.shape.family == "movement"]
 
 

@@ -11,11 +11,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 import flashmem
 from flashmem.compiler.frontend.importer import import_model
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.launch_order import in_lowest_order
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.target.descriptor import load_descriptor
 
 BRANCHES = 5
@@ -74,12 +74,13 @@ def test_answers_do_not_depend_on_the_order_of_a_file(tmp_path: Path) -> None:
 
 def test_a_lower_peak_is_a_smaller_arena(tmp_path: Path) -> None:
     graph = prepare(import_model(branches(tmp_path, 1), {}, why_unsupported))
-    groups, device = fuse(graph), load_descriptor("pocl")
-    ordered, order = in_lowest_order(graph, groups)
-    assert {id(group) for group in ordered} == {id(group) for group in groups}
-    given, lower = (generate(graph, each, device).program for each in (groups, ordered))
+    fused, device = fuse(graph), load_descriptor("pocl")
+    ordered = in_lowest_order(fused)
+    order = ordered.order
+    assert order is not None and {id(group) for group in ordered.groups} == {id(group) for group in fused.groups}
+    given, lower = (generate(each, device).program for each in (fused, ordered))
     assert (given.live_bytes, lower.live_bytes) == (order.given_bytes, order.peak_bytes)
     assert lower.arena_bytes < given.arena_bytes
-    half, halved = in_lowest_order(graph, groups, half=True)
-    assert halved.peak_bytes < order.peak_bytes
-    assert generate(graph, half, device, precision="fp16").program.live_bytes == halved.peak_bytes
+    half = in_lowest_order(fused, half=True)
+    assert half.order is not None and half.order.peak_bytes < order.peak_bytes
+    assert generate(half, device, precision="fp16").program.live_bytes == half.order.peak_bytes

@@ -6,7 +6,6 @@ result must be what a float32 answer rounds to, with the error that float32 perm
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,15 +19,16 @@ from onnx import helper, numpy_helper
 
 import flashmem
 from flashmem.base.types import TENSOR_ALIGNMENT
-from flashmem.compiler.frontend.read_graph import read_graph
-from flashmem.compiler.ir.fusion_group import FusionGroup
+from flashmem.compiler.ir.fusion_group import FusedGraph
 from flashmem.compiler.ir.graph import Graph, Node
 from flashmem.compiler.kernels.contraction.configs import Contraction
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.precision import SMALL
 from flashmem.compiler.operators import is_elementwise
-from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.passes.fusion import fuse, split
 from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.stages import pipeline
+from flashmem.compiler.stages.pipeline import generate
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import load_descriptor
@@ -438,9 +438,9 @@ def test_what_lies_between_the_pieces_of_a_layer_is_not_rounded(name: str) -> No
     graph = _graph(name)
     cuts = frozenset(node for node in graph.nodes if is_elementwise(node))
     descriptor = load_descriptor("generic-cpu")
-    apart = generate(graph, fuse(graph, cuts), descriptor, precision="fp16").program
+    apart = generate(split(fuse(graph), cuts), descriptor, precision="fp16").program
     between = {tensor.name: tensor.dtype for tensor in apart.tensors}
-    for tensor in generate(graph, fuse(graph), descriptor, precision="fp16").program.tensors:
+    for tensor in generate(fuse(graph), descriptor, precision="fp16").program.tensors:
         assert between.pop(tensor.name) == tensor.dtype
     assert between and "float16" not in between.values()
 
@@ -453,11 +453,11 @@ def test_cuts_leave_the_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     answers = []
     for is_cut in (False, True):
 
-        def cut_fuse(graph: Graph, cuts: Collection[Node] = (), is_cut: bool = is_cut) -> list[FusionGroup]:
-            chosen = [node for node in graph.nodes if is_elementwise(node) and is_cut and draw.random() < 0.4]
-            return fuse(graph, {*cuts, *chosen})
+        def split_more(fused: FusedGraph, cuts: Collection[Node], is_cut: bool = is_cut) -> FusedGraph:
+            chosen = [node for node in fused.graph.nodes if is_elementwise(node) and is_cut and draw.random() < 0.4]
+            return split(fused, {*cuts, *chosen})
 
-        monkeypatch.setattr(importlib.import_module("flashmem.compiler.adaptive.pipeline"), "fuse", cut_fuse)
+        monkeypatch.setattr(pipeline, "split", split_more)
         bundle = flashmem.compile(
             DATA / f"{name}.onnx", tmp_path / f"{is_cut}", device=device, precision="fp16", unfusion=False
         )
@@ -472,7 +472,7 @@ def test_activations_take_half_the_memory(name: str) -> None:
     graph = _graph(name)
     sizes = {}
     for precision in ("fp32", "fp16"):
-        program = generate(graph, fuse(graph), load_descriptor("generic-cpu"), precision=precision).program  # type: ignore[arg-type]
+        program = generate(fuse(graph), load_descriptor("generic-cpu"), precision=precision).program  # type: ignore[arg-type]
         ports = {port.tensor for port in (*program.inputs, *program.outputs)}
         sizes[precision] = sum(t.nbytes for t in program.tensors if t.name not in ports and t.nbytes > 8 * TENSOR_ALIGNMENT)
     assert sizes["fp16"] < 0.56 * sizes["fp32"]

@@ -16,10 +16,10 @@ from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.kernels.attention.configs import AttentionConfig, KeyBlockConfig, QueryRowsConfig
 from flashmem.compiler.kernels.attention.operators import Band
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.request.options import find_device
 from flashmem.target.descriptor import load_descriptor
@@ -126,7 +126,7 @@ def test_memory_does_not_grow_with_the_scores(device: str, tmp_path: Path) -> No
     model = Model()
     plain(model, 1, 4, 1024, 1024, 8)
     graph = graph_of(model, tmp_path)
-    program = generate(graph, fuse(graph), load_descriptor(device)).program
+    program = generate(fuse(graph), load_descriptor(device)).program
     assert [launch.operator_class for launch in program.launches] == ["hierarchical"]
     assert program.launches[0].macs == 4 * 1024 * 1024 * (8 + 8)
     assert program.launches[0].bytes == 4 * 4 * 1024 * 4 * 8  # queries, keys, values, answers: 4 heads of 8 floats
@@ -146,7 +146,7 @@ def test_exports_keep_no_scores(name: str, count: int) -> None:
     graph = prepare(import_model(DATA / f"{name}.onnx", {}, why_unsupported))
     fused = [node for node in graph.nodes if node.op == "FusedAttention"]
     assert len(fused) == count and not {"Softmax", "IsNaN"} & set(operators(graph))
-    program = generate(graph, fuse(graph), load_descriptor("pocl")).program
+    program = generate(fuse(graph), load_descriptor("pocl")).program
     assert sum(launch.shape.family == "attention" for launch in program.launches) == count
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import pytest
 
-from flashmem.compiler.frontend.read_graph import read_graph
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.stages.pipeline import generate
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.target.descriptor import load_descriptor
@@ -75,5 +75,5 @@ def test_launches(device: str, shape: tuple[int, ...], k: int, launches: int, tm
     nodes.node("TopK", nodes.input(np.zeros(shape, np.float32)), nodes.constant(np.array([k])), dtypes=("float32", "int64"))
     onnx.save(nodes.proto(), tmp_path / "m.onnx")
     graph = read_graph(tmp_path / "m.onnx", resolve(BundleRequest(device=device)))
-    made = generate(graph, fuse(graph), load_descriptor(device))
+    made = generate(fuse(graph), load_descriptor(device))
     assert len(made.program.launches) <= (launches if device == "pocl" else 3)

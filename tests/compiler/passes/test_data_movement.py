@@ -178,7 +178,7 @@ def test_patterns_of_models_move_nothing(name: str, tmp_path: Path) -> None:
     model = Made()
     form(model)
     onnx.save(model.proto(), tmp_path / "graph.onnx")
-    groups = fuse(prepare(import_model(tmp_path / "graph.onnx", {}, why_unsupported)))
+    groups = fuse(prepare(import_model(tmp_path / "graph.onnx", {}, why_unsupported))).groups
     assert ({group.main.op for group in groups}, len(groups)) == (operators, count)
     assert sum(group.main.op == "Transpose" for group in groups) == (operators >= {"Transpose"})  # of the model's own input
 

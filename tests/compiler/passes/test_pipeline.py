@@ -15,7 +15,7 @@ from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.graph import Graph, GraphPort, Node, Value
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.pipeline import PASSES, Pass, dump_graph, prepare, run_passes
-from flashmem.compiler.passes.verifier import InvalidGraphError, verify
+from flashmem.compiler.passes.verifier import InvalidResultError, verify
 from tests.support.attention_cases import FORMS, Model
 from tests.support.command_line import Command, command_line
 from tests.support.evaluate_graph import evaluate
@@ -43,20 +43,20 @@ def small() -> tuple[Graph, Node, Node]:
 
 def test_the_verifier_finds_what_is_wrong() -> None:
     graph, first, second = small()
-    with pytest.raises(InvalidGraphError, match="read before"):
+    with pytest.raises(InvalidResultError, match="read before"):
         verify(replace(graph, nodes=[second, first]))
-    with pytest.raises(InvalidGraphError, match="read before"):
+    with pytest.raises(InvalidResultError, match="read before"):
         verify(replace(graph, nodes=[second]))
-    with pytest.raises(InvalidGraphError, match="made twice"):
+    with pytest.raises(InvalidResultError, match="made twice"):
         verify(replace(graph, nodes=[first, first, second]))
-    with pytest.raises(InvalidGraphError, match="output y has no producer"):
+    with pytest.raises(InvalidResultError, match="output y has no producer"):
         verify(replace(graph, nodes=[first]))
     second.attributes["perm"] = (0, 1)
-    with pytest.raises(InvalidGraphError, match=r"permuted: .* # second"):
+    with pytest.raises(InvalidResultError, match=r"permuted: .* # second"):
         verify(graph, ["decomposed"])
     graph, first, second = small()
     first.outputs[0].producer = second
-    with pytest.raises(InvalidGraphError, match="another node"):
+    with pytest.raises(InvalidResultError, match="another node"):
         verify(graph)
 
 
@@ -82,7 +82,7 @@ def test_shapes_that_do_not_fit_are_found(
     node = Node(op, "n", list(inputs), [output], attributes)
     output.producer = node
     graph = Graph("g", [GraphPort(each.name, "float32", each) for each in inputs], [], [node])
-    with pytest.raises(InvalidGraphError, match=message):
+    with pytest.raises(InvalidResultError, match=message):
         verify(graph, ["decomposed"])
 
 
@@ -90,12 +90,12 @@ def test_a_pass_that_breaks_a_graph_is_named(monkeypatch: pytest.MonkeyPatch, tm
     def broken(graph: Graph) -> Graph:
         return replace(graph, nodes=graph.nodes[1:])
 
-    with pytest.raises(InvalidGraphError, match="after pass broken: t is read before"):
+    with pytest.raises(InvalidResultError, match="after pass broken: t is read before"):
         run_passes(small()[0], [Pass("broken", broken)])
-    with pytest.raises(InvalidGraphError, match="pass last requires a graph that is decomposed"):
+    with pytest.raises(InvalidResultError, match="pass last requires a graph that is decomposed"):
         run_passes(small()[0], [Pass("last", lambda graph: graph, requires=("decomposed",))])
     monkeypatch.setattr("flashmem.compiler.passes.pipeline.PASSES", [Pass("broken", broken)])
-    with pytest.raises(InvalidGraphError):
+    with pytest.raises(InvalidResultError):
         dump_graph(small()[0], tmp_path)
     assert "= Neg(" in (tmp_path / "00-imported.txt").read_text()
     assert "= Neg(" not in (tmp_path / "01-broken.txt").read_text()  # the graph after the pass, to show the error

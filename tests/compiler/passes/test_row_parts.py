@@ -92,8 +92,8 @@ def test_patches_read_copies(tmp_path: Path) -> None:
     graph = prepare(import_model(tmp_path / "m.onnx", {}, why_unsupported))
     feeds = inputs((8,), 96)
     assert [node.op for node in graph.nodes].count("RowPart") == 2
-    at = next(number for number, group in enumerate(fuse(graph)) if group.main.op == "Sigmoid")
-    patched = in_patches(graph, [Chain(at, at, 0, (0, 3))])
+    at = next(number for number, group in enumerate(fuse(graph).groups) if group.main.op == "Sigmoid")
+    patched = in_patches(fuse(graph), [Chain(at, at, 0, (0, 3))])
     assert "RowPart" not in [node.op for node in patched.nodes]
     np.testing.assert_array_equal(evaluate(patched, feeds)[0], evaluate(graph, feeds)[0])
     np.testing.assert_allclose(evaluate(graph, feeds)[0], by_runtime(model, feeds)[0], rtol=0, atol=1e-5)

@@ -11,7 +11,7 @@ import pytest
 from onnx import numpy_helper, parser
 
 import flashmem
-from flashmem.compiler.frontend.read_graph import import_graph
+from flashmem.compiler.frontend.import_graph import import_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.rows_as_images import rows_as_images

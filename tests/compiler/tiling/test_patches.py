@@ -20,6 +20,7 @@ from onnxruntime.quantization import quantize_dynamic
 import flashmem
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.adaptive import tiling as adaptive_tiling
+from flashmem.compiler.ir.fusion_group import FusedGraph
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.operators import REGISTRY
 from flashmem.compiler.operators.tiling_interface import AxisRange, outermost
@@ -45,21 +46,21 @@ REDUCTIONS = {"ReduceL2", "ReduceMax"}
 
 def each_group(graph: Graph) -> Graph:
     """Tile every group that can be computed in uneven patches alone, along each axis in turn."""
-    chains = []
-    for at, group in enumerate(fuse(graph)):
+    chains, fused = [], fuse(graph)
+    for at, group in enumerate(fused.groups):
         axes = [axis for axis, size in enumerate(group.output.shape) if size > 1]
         for axis in axes[at % max(1, len(axes)) :] + axes:
             size = group.output.shape[axis]
             chain = Chain(at, at, axis, tuple(sorted({0, max(1, size // 3), size - 1})))
-            if can_be(graph, chain):
+            if can_be(fused, chain):
                 chains.append(chain)
                 break
-    return in_patches(graph, chains)
+    return in_patches(fused, chains)
 
 
-def can_be(graph: Graph, chain: Chain) -> bool:
+def can_be(fused: FusedGraph, chain: Chain) -> bool:
     try:
-        in_patches(graph, [chain])
+        in_patches(fused, [chain])
     except ValueError:
         return False
     return True
@@ -67,7 +68,8 @@ def can_be(graph: Graph, chain: Chain) -> bool:
 
 def some_chains(graph: Graph, rng: random.Random, longest: int = 12) -> Graph:
     """Chains of groups, tiled in random patches of their last results."""
-    groups, chains, at = fuse(graph), [], 0
+    fused = fuse(graph)
+    groups, chains, at = fused.groups, [], 0
     while at < len(groups):
         last = min(at + rng.randint(0, longest), len(groups) - 1)
         shape = groups[last].output.shape
@@ -75,9 +77,9 @@ def some_chains(graph: Graph, rng: random.Random, longest: int = 12) -> Graph:
         if size > 1:
             cuts = sorted(rng.sample(range(1, size), min(size - 1, rng.randint(1, 3))))
             chain = Chain(at, last, outermost(shape), (0, *cuts))
-            chains += [chain] if can_be(graph, chain) else []
+            chains += [chain] if can_be(fused, chain) else []
         at = last + 1
-    return in_patches(graph, chains)
+    return in_patches(fused, chains)
 
 
 def tiled(monkeypatch: pytest.MonkeyPatch, change: Callable[[Graph], Graph]) -> list[Graph]:

@@ -18,10 +18,10 @@ from onnx import TensorProto, helper, numpy_helper
 import flashmem
 from flashmem.base.types import TEXEL_BYTES, MemoryPath
 from flashmem.bundle.bundle import Bundle
-from flashmem.compiler.adaptive import shape_variants
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages import planned
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.compiler.weights.packing import WASTED, PackedSlice, Packing
 from flashmem.compiler.weights.slicing import DEFAULT, LEAST_BYTES, Slicing
 from flashmem.program.program import raw_bytes
@@ -136,11 +136,11 @@ def elements(graph: Any, half: bool) -> int:
 @pytest.mark.parametrize("name", ["resnet50", "whisper-medium-encoder", "gptneo-1.3b"])
 def test_bundles_are_no_larger_than_their_weights(name: str) -> None:
     graph = prepare(zoo_graph(name))
-    layers = fuse(graph)
+    fused = fuse(graph)
     for device in ("adreno750", "mali-g715"):
         for precision in ("fp32", "fp16"):
             for slicing in (DEFAULT, Slicing(most=None)):
-                program = generate(graph, layers, load_descriptor(device), precision=precision, slicing=slicing).program  # type: ignore[arg-type]
+                program = generate(fused, load_descriptor(device), precision=precision, slicing=slicing).program  # type: ignore[arg-type]
                 what = (name, device, precision, slicing)
                 assert program.weights_bytes <= 1.02 * elements(graph, precision == "fp16"), what
                 assert raw_bytes(program) <= program.weights_bytes <= 1.02 * raw_bytes(program), what
@@ -198,7 +198,7 @@ def small_images(name: str, folder: Path) -> str:
 @pytest.mark.parametrize("device", [name for name, _ in PLACES])
 def test_folded_textures_give_right_answers_in_every_mode(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The small allocation limit cuts slices; other buffers may be as large as the real device permits.
-    monkeypatch.setattr(shape_variants, "within_allocations", lambda program, plan, *rest: plan)
+    monkeypatch.setattr(planned, "within_allocations", lambda program, plan, *rest: plan)
     path, kinds = model(tmp_path)
     here = next(each for each in list_devices() if each.descriptor_name == device)
     made = flashmem.compile(

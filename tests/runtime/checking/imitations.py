@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.passes.fusion import fuse
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.runtime.checking.trial import Trial
 from flashmem.runtime.kernels.children import Child
 from flashmem.runtime.kernels.required import required_kernels
@@ -65,7 +65,7 @@ def trials(descriptor: str = "generic-gpu") -> list[tuple[Trial, tuple[str, ...]
     for name in NAMES:
         with tempfile.TemporaryDirectory() as folder:
             graph = MODELS[name].graph(Path(folder))
-            made = generate(graph, fuse(graph), load_descriptor(descriptor))
+            made = generate(fuse(graph), load_descriptor(descriptor))
         plain, _ = required_kernels(made.program, made.source, {}, {})
         for trial in (trial for kernel in plain for trial in distinct_trials(kernel, made.program)):
             if sum(each.nbytes for each in trial.arguments) < _MOST_BYTES:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import TransferMode
-from flashmem.compiler.adaptive.plan_graph import plan_graph, with_layouts
-from flashmem.compiler.frontend.read_graph import read_graph
+from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.options import Options
+from flashmem.compiler.stages.planned import with_layouts
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.planning.arithmetic.clock import clock_of, needed_at
 from flashmem.planning.instance import build_instance
 from flashmem.planning.latency.first_answer import first_plan

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 import flashmem
-from flashmem.compiler.frontend.read_graph import read_graph
 from flashmem.compiler.ir.graph import Graph, Placeholder
 from flashmem.compiler.ir.portable import PortableGraph, portable
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.decompose import decompose
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.layout import assign_layouts
+from flashmem.compiler.stages.pipeline import generate
+from flashmem.compiler.stages.reading import read_graph
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.sweep.grid import Point
@@ -44,7 +44,7 @@ def sent(graph: Graph) -> Graph:
 def test_a_worker_generates_the_same_program(model: Path, device: str) -> None:
     graph, descriptor = graph_of(model), load_descriptor(device)
     arrived = sent(graph)
-    assert generate(arrived, fuse(arrived), descriptor).program == generate(graph, fuse(graph), descriptor).program
+    assert generate(fuse(arrived), descriptor).program == generate(fuse(graph), descriptor).program
 
 
 def test_a_deep_graph_travels_without_its_weights() -> None:
@@ -53,7 +53,7 @@ def test_a_deep_graph_travels_without_its_weights() -> None:
     assert len(flat) < 8 << 20 and len(graph.nodes) > 500
     descriptor = load_descriptor("generic-cpu")
     arrived: Graph = pickle.loads(flat).graph()
-    assert generate(arrived, fuse(arrived), descriptor).program == generate(graph, fuse(graph), descriptor).program
+    assert generate(fuse(arrived), descriptor).program == generate(fuse(graph), descriptor).program
     weights = [value.constant for value in arrived.constants() if 4 * value.size > RESIDENT_CONSTANT_BYTES]
     assert weights and all(isinstance(weight, Placeholder) for weight in weights)
 

@@ -13,10 +13,10 @@ from flashmem.base.errors import UserError
 from flashmem.base.types import ITEMSIZE
 from flashmem.compiler.frontend.importer import collect_unsupported, import_model
 from flashmem.compiler.ir.graph import Graph
-from flashmem.compiler.lowering.program import generate
 from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
+from flashmem.compiler.stages.pipeline import generate
 from flashmem.planning.instance import build_instance
 from flashmem.program.program import Program
 from flashmem.target.descriptor import load_descriptor
@@ -27,7 +27,7 @@ from tests.support.paths import DATA
 def program_of(graph: Graph, device: str = "pocl") -> Program:
     collect_unsupported(graph, why_unsupported)
     graph = prepare(graph)
-    return generate(graph, fuse(graph), load_descriptor(device)).program
+    return generate(fuse(graph), load_descriptor(device)).program
 
 
 def planned(program: Program) -> list[tuple[Any, ...]]:
@@ -78,7 +78,7 @@ def test_models_have_the_published_number_of_weights(name: str, weights: float) 
 @pytest.mark.parametrize("name", ["resnet50", "vit-b16", "deepvit-204m", "whisper-medium-encoder", "gptneo-125m"])
 def test_the_arena_is_hardly_larger_than_what_is_needed_at_once(name: str, precision: Any) -> None:
     graph = prepare(zoo_graph(name))
-    made = generate(graph, fuse(graph), load_descriptor("pocl"), precision=precision)
+    made = generate(fuse(graph), load_descriptor("pocl"), precision=precision)
     needed = max(_needed(made.program, made.source.plain))
     assert made.program.live_bytes == pytest.approx(needed, rel=0.01)
     assert needed <= made.program.arena_bytes <= 1.03 * needed

@@ -1,6 +1,6 @@
 """Lowering of rotary positions: each work-item rotates a vector of pairs, or copies elements that do not rotate.
 
-Of few tokens, the launch writes the new keys and values into their caches too (`compiler.passes.joined_updates`).
+Of few tokens, the launch writes the new keys and values into their caches too (`compiler.memory.joined_updates`).
 """
 
 from __future__ import annotations

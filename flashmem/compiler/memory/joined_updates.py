@@ -1,19 +1,17 @@
 """Joined updates: new keys and values are written into their caches by one launch.
 
 Two scatters into two tensors by the same indices become one group, at the place of the second. Rotary positions right before
-it, whose rows are the new keys, become part of it too, if there are few. This is the last pass, over fusion groups: it depends
-on where tensors are.
+it, whose rows are the new keys, become part of it too, if there are few. This depends on where tensors are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
-from flashmem.base.types import StoredType
 from flashmem.compiler.ir.fusion_group import FusionGroup
-from flashmem.compiler.ir.graph import Node, Value
+from flashmem.compiler.memory.buffers import BufferAssignment
+from flashmem.compiler.memory.placement import PlacedGraph
 from flashmem.compiler.operators.vector import STORED
 
 _SEPARATE = ("update", "update_step", "update_start")
@@ -23,33 +21,13 @@ _MOST_STEPS = 64
 """The most elements of a cache that a work-item writes, one after the other: one for each head of keys and each token."""
 
 
-class Buffers(Protocol):
-    """The memory of each activation: see `compiler.memory.buffers.BufferAssignment`."""
-
-    @property
-    def overwritten(self) -> Mapping[Node, Value]:
-        """By a group's main operator, the operand whose memory its output overwrites."""
-        ...
-
-    def base(self, value: Value) -> Value:
-        """The value of which `value` is a range."""
-        ...
-
-    def storage(self, value: Value) -> StoredType:
-        """The type of elements in memory."""
-        ...
-
-    def holds(self, whole: Value, part: Value, start: int) -> bool:
-        """Whether `part` is stored in `whole` from element `start` on."""
-        ...
+def join_updates(placed: PlacedGraph) -> PlacedGraph:
+    """`placed`, in which updates of two caches, and rotary positions before them, are one group."""
+    joined = _join_scatters(placed.launched, placed.buffers)
+    return replace(placed, launched=tuple(_join_rotary(joined, placed.buffers)))
 
 
-def join_updates(groups: Sequence[FusionGroup], buffers: Buffers) -> list[FusionGroup]:
-    """`groups`, in execution order, in which updates of two caches, and rotary positions before them, are one group."""
-    return _join_rotary(_join_scatters(groups, buffers), buffers)
-
-
-def _join_scatters(groups: Sequence[FusionGroup], buffers: Buffers) -> list[FusionGroup]:
+def _join_scatters(groups: Sequence[FusionGroup], buffers: BufferAssignment) -> list[FusionGroup]:
     """`groups`, in which pairs of scatters are one group, at the place of the second."""
     earlier: dict[FusionGroup, FusionGroup] = {}
     for at, group in enumerate(groups):
@@ -61,7 +39,7 @@ def _join_scatters(groups: Sequence[FusionGroup], buffers: Buffers) -> list[Fusi
     return [pairs.get(group, group) for group in groups if group not in gone]
 
 
-def _partner(group: FusionGroup, later: Sequence[FusionGroup], buffers: Buffers) -> FusionGroup | None:
+def _partner(group: FusionGroup, later: Sequence[FusionGroup], buffers: BufferAssignment) -> FusionGroup | None:
     """The scatter of the `later` groups in whose launch the scatter `group` can be; None if there is none.
 
     Groups between must not read the result of `group`, or overwrite its updates.
@@ -78,7 +56,7 @@ def _partner(group: FusionGroup, later: Sequence[FusionGroup], buffers: Buffers)
     return None
 
 
-def _together(one: FusionGroup, two: FusionGroup, buffers: Buffers) -> bool:
+def _together(one: FusionGroup, two: FusionGroup, buffers: BufferAssignment) -> bool:
     """Whether one launch can compute both scatters: into two tensors in place, by the same indices, as new keys and values."""
     first, second = one.main, two.main
     if first.op != second.op or first.input(1) is not second.input(1) or one.output in second.inputs:
@@ -87,17 +65,17 @@ def _together(one: FusionGroup, two: FusionGroup, buffers: Buffers) -> bool:
     return alike and _types(one, buffers) == _types(two, buffers) and _in_place(one, buffers) and _in_place(two, buffers)
 
 
-def _types(group: FusionGroup, buffers: Buffers) -> list[str]:
+def _types(group: FusionGroup, buffers: BufferAssignment) -> list[str]:
     """The types of a scatter's updates and result in OpenCL C."""
     return [STORED[buffers.storage(value)] for value in (group.main.input(2), group.output)]
 
 
-def _in_place(group: FusionGroup, buffers: Buffers) -> bool:
+def _in_place(group: FusionGroup, buffers: BufferAssignment) -> bool:
     """Whether the data of a scatter is in its result, and remains in part."""
     return not group.main.attributes["covered"] and buffers.holds(group.output, group.main.input(0), 0)
 
 
-def _join_rotary(groups: Sequence[FusionGroup], buffers: Buffers) -> list[FusionGroup]:
+def _join_rotary(groups: Sequence[FusionGroup], buffers: BufferAssignment) -> list[FusionGroup]:
     """`groups`, in which Rotary before two joined scatters is one group with both."""
     made: list[FusionGroup] = []
     for group in groups:
@@ -109,7 +87,7 @@ def _join_rotary(groups: Sequence[FusionGroup], buffers: Buffers) -> list[Fusion
     return made
 
 
-def _writes_cache(group: FusionGroup, scatters: Sequence[FusionGroup], buffers: Buffers) -> bool:
+def _writes_cache(group: FusionGroup, scatters: Sequence[FusionGroup], buffers: BufferAssignment) -> bool:
     """Whether the launch of a Rotary can write its rows, as keys, into one of two caches, and values into the other."""
     if group.main.op != "Rotary" or group.epilogue or buffers.overwritten.get(group.main) is group.main.input(0):
         return False

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from flashmem.base.types import StoredType
-from flashmem.compiler.ir.fusion_group import FusionGroup
-from flashmem.compiler.ir.graph import Node, Value
-from flashmem.compiler.passes.joined_updates import join_updates
+from flashmem.compiler.ir.fusion_group import FusedGraph, FusionGroup
+from flashmem.compiler.ir.graph import Graph, Node, Value
+from flashmem.compiler.memory.joined_updates import join_updates
+from flashmem.compiler.memory.placement import PlacedGraph
 
 GIVEN = {"covered": False, "steps": 4, "reduction": "none", "update": [1], "items": [2]}
 ROWS = (2, 8)
@@ -62,7 +63,9 @@ class Layer:
         return FusionGroup(Node("ScatterAt", name, [data, self.indices, updates], [made], dict(given)))
 
     def joined(self, *groups: FusionGroup) -> list[list[str]]:
-        return [[each.main.name for each in (group, *group.joined)] for group in join_updates(groups, self.memory)]
+        fused = FusedGraph(Graph("caches", [], [], []), groups, groups)
+        placed = PlacedGraph(fused, "fp32", groups, self.memory, {}, (), ())  # type: ignore[arg-type]
+        return [[each.main.name for each in (group, *group.joined)] for group in join_updates(placed).launched]
 
 
 def test_two_scatters_are_one_group_at_the_place_of_the_second() -> None:
