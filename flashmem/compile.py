@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashmem.base.errors import BudgetError, FlashmemWarning, UserError
 from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
@@ -23,7 +23,6 @@ from flashmem.compiler.adaptive.shape_variants import Variants, adding, plan_var
 from flashmem.compiler.frontend.external_data import model_files
 from flashmem.compiler.frontend.gguf.reader import converted
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
-from flashmem.compiler.frontend.import_graph import import_graph
 from flashmem.compiler.frontend.language.candidates import check_batch, with_candidates
 from flashmem.compiler.frontend.language.folder import read_folder
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
@@ -32,12 +31,12 @@ from flashmem.compiler.frontend.quantize import quantised
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.generated import Generated, write_constants, write_weights
 from flashmem.compiler.options import Options
-from flashmem.compiler.passes.pipeline import check_dump_folder, dump_graph
 from flashmem.compiler.passes.quantised_caches import quantised_states
+from flashmem.compiler.stages.dump import StageFolder
 from flashmem.compiler.stages.pipeline import GroupedGraph
 from flashmem.compiler.stages.planned import CompiledVariant
 from flashmem.compiler.stages.reading import read_graph
-from flashmem.compiler.stages.stages import PACK
+from flashmem.compiler.stages.stages import IMPORT, PACK
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.planner import planning_instance
@@ -49,9 +48,6 @@ from flashmem.runtime.kernels.ahead_of_time import BuildRequest, BuildResult, Ke
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
-
-if TYPE_CHECKING:
-    pass
 
 Progress = Callable[[str, float], None]
 
@@ -66,11 +62,12 @@ def compile(call: CompileCall) -> Bundle:
     """
     if call.with_binaries and not call.build:
         raise UserError("a bundle cannot carry kernels that are not built; leave out either --no-build or --with-binaries")
-    progress = call.progress or (lambda stage, fraction: None)
+    progress = call.progress or _no_progress
     compilation = read_compilation(call.model, call.given_as(BundleRequest))
-    if call.dump_passes is not None:
+    if call.dump_stages is not None:
+        dump = StageFolder(call.dump_stages)
         with compilation.in_a_file() as filed, _as_onnx(filed) as source:
-            _dump_passes(source, call.dump_passes, filed)
+            _dump_stages(source, filed, dump)
     with KernelBuilder(call.device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
         def make(place: Path) -> Bundle:
@@ -146,19 +143,48 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | N
         yield replace(source, path=made.path, meta=meta)
 
 
-def _dump_passes(source: _Source, folder: Path, compilation: Compilation) -> None:
-    """Write the graph of each variant before and after each pass.
+def _dump_stages(source: _Source, compilation: Compilation, dump: StageFolder) -> None:
+    """Write the results of all stages, which are run for this alone: it works even when the bundle is in the cache.
 
-    Imports the model for this alone, so that it works even when the bundle is in the cache.
+    Raises:
+        UserError: as `compile`; the results so far are written.
     """
-    check_dump_folder(folder)
-    variants = compilation.variants
-    if compilation.is_language:
-        variants = _read(source, compilation, lambda stage, fraction: None).options
-    for number, options in enumerate(variants, start=1):
-        place = folder if len(variants) == 1 else folder / f"variant-{number}"
-        check_dump_folder(place)
-        dump_graph(import_graph(source.path, options, source.rewrite, source.extend), place)
+    single = len(compilation.variants) == 1
+
+    def place(index: int) -> StageFolder:
+        return dump if single else dump.of_variant(index + 1)
+
+    def write(index: int, options: Options) -> None:
+        place(index).read(IMPORT(source.path, options, source.rewrite, source.extend))
+
+    for index, options in enumerate(compilation.variants):
+        write(index, options)
+    read, made = _planned(_read(source, compilation, _no_progress), len(compilation.variants), _no_progress)
+    for index in range(len(compilation.variants), len(read.options)):
+        write(index, read.options[index])
+    for index, each in made.items():
+        place(index).compiled(each, read.graphs[index].graph)
+    dump.write(PACK, PACK.text(PACK([each.generated for each in made.values()])))
+
+
+def _no_progress(stage: str, fraction: float) -> None:
+    """Progress that nobody watches."""
+
+
+def _planned(
+    read: Variants, needed: int, progress: Progress, begin: Callable[[Generated, OverlapPlan | None], None] = lambda *_: None
+) -> tuple[Variants, dict[int, CompiledVariant]]:
+    """The variants and their programs with plans; without those after the first `needed`, if the budget is too small for them.
+
+    `begin`: see `plan_variants`.
+    """
+    try:
+        return read, plan_variants(read, progress, begin)
+    except BudgetError:
+        least = read.first(needed)
+        if least is read:
+            raise
+        return least, plan_variants(least, progress, begin)
 
 
 def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress) -> tuple[Bundle, int]:
@@ -216,14 +242,7 @@ def _compile(
             )
             kernels.begin(request)
 
-    try:
-        made = plan_variants(read, progress, begin)
-    except BudgetError:
-        least = read.first(len(compilation.variants))
-        if least is read:
-            raise
-        read = least
-        made = plan_variants(read, progress, begin)
+    read, made = _planned(read, len(compilation.variants), progress, begin)
     joined = dict(zip(made, PACK([each.generated for each in made.values()]), strict=True))
     nbytes = joined[0].program.weights_bytes
 

@@ -209,12 +209,12 @@ class CompileCall(BundleRequest):
         default=False,
         doc="also store the compiled kernels in the bundle, for exactly equal devices and drivers.",
     )
-    dump_passes: Converted[str | Path | None, Path | None] = option(
-        "Write the graph as text, as imported and after each pass, to this folder.",
+    dump_stages: Converted[str | Path | None, Path | None] = option(
+        "Write the result of each stage of the compiler as text to this folder: graphs, fusion groups, program, plan.",
         default=None,
         kind=File("DIR"),
-        doc="a folder for the graph as text, as imported and after each pass of the compiler; for several shape variants, with "
-        "one subfolder each.",
+        doc="a folder for the result of each stage of the compiler as text, from the imported graph to the weight file; for "
+        "several shape variants, with one subfolder each.",
     )
     progress: Callable[[str, float], None] | None = option(
         None, default=None, kind=Kind(), doc="called with a stage and the fraction done."

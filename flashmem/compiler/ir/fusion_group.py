@@ -67,10 +67,12 @@ class FusedGraph:
 
     Attributes:
         uncut: the groups of the whole graph, none of them split. What a tensor is stored as depends on these alone.
+        cuts: the nodes before which `groups` are split.
         order: how good the execution order is, once it was chosen (`compiler.memory.launch_order`).
     """
 
     graph: Graph
     groups: tuple[FusionGroup, ...]
     uncut: tuple[FusionGroup, ...]
+    cuts: frozenset[Node] = frozenset()
     order: LaunchOrder | None = None

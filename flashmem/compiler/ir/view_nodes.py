@@ -33,6 +33,33 @@ def emit_view(rewriter: Rewriter, view: StridedView, output: Value, moved: dict[
     return rewriter.add("Reshape", [moved[key]], output)
 
 
+def through(node: Node, view: StridedView) -> StridedView | None:
+    """The result of `node`, which moves elements of its first operand, in the memory of that operand, which is `view`.
+
+    None if it has no such view, or if `node` does not only move elements.
+    """
+    shape = node.outputs[0].shape
+    if node.op == "Reshape":
+        return view.reshaped(shape)
+    if node.op == "Transpose":
+        return view.transposed(node.attributes["perm"])
+    if node.op == "Expand":
+        return view.expanded(shape)
+    if node.op == "Slice":
+        return view.sliced(shape, node.attributes["starts"], node.attributes["steps"])
+    return None
+
+
+def first_of_run(node: Node) -> int | None:
+    """The first element of a Slice in its source, if its elements are contiguous; None if they are not, or it is empty."""
+    taken = node.outputs[0].shape
+    if 0 in taken:
+        return None
+    steps = [1 if size == 1 else step for step, size in zip(node.attributes["steps"], taken, strict=True)]
+    view = StridedView.of(node.input(0)).sliced(taken, node.attributes["starts"], steps)
+    return view.start if view is not None and view.is_contiguous else None
+
+
 KEPT = 4
 """A Slice of less than 1 / KEPT of its source is copied: a view would keep the whole source in memory."""
 
@@ -53,18 +80,9 @@ def view_of(value: Value, kept: int = KEPT) -> StridedView:
     if node.op not in ("Reshape", "Transpose", "Slice", "Expand"):
         return StridedView.of(value)
     view = view_of(node.input(0), kept)
-    found: StridedView | None
-    if node.op == "Reshape":
-        found = view.reshaped(value.shape)
-    elif node.op == "Transpose":
-        found = view.transposed(node.attributes["perm"])
-    elif node.op == "Expand":
-        found = view.expanded(value.shape)
-    elif value.size * kept >= view.root.size:
-        found = view.sliced(value.shape, node.attributes["starts"], node.attributes["steps"])
-    else:
-        found = None
-    return found or StridedView.of(value)
+    if node.op == "Slice" and value.size * kept < view.root.size:
+        return StridedView.of(value)
+    return through(node, view) or StridedView.of(value)
 
 
 def unreshaped(value: Value) -> Value:

@@ -7,6 +7,7 @@ same memory replaces the first program's. The plan stays as it is: layers and sl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from flashmem.compiler.lowering.context import PackedBefore
@@ -17,7 +18,7 @@ from flashmem.program.kernel_text import Source, kernel_source, kernel_texts
 from flashmem.target.instruction_set import other_tiles
 
 
-def for_other_instruction_sets(first: Generated, instruction_set: str) -> dict[str, Generated]:
+def for_other_instruction_sets(first: Generated, instruction_set: str) -> Mapping[str, Generated]:
     """`first`, which is for `instruction_set`, with the launches of each other tile that differ, by instruction set.
 
     None for a GPU, whose `instruction_set` is "".

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from flashmem.base.types import ITEMSIZE, TENSOR_ALIGNMENT
 from flashmem.compiler.ir.graph import Graph, Node, Value
-from flashmem.compiler.ir.strided import StridedView
-from flashmem.compiler.ir.view_nodes import unreshaped
+from flashmem.compiler.ir.view_nodes import first_of_run, unreshaped
 
 
 @dataclass(frozen=True)
@@ -70,19 +69,9 @@ class AliasAnalysis:
             return None
         if node.op != "Slice":
             return node.input(0), 0
-        start = _first_of_range(node)
+        start = first_of_run(node)
         itemsize = 2 if self._half and value.dtype == "float32" else ITEMSIZE[value.dtype]
         if start is None or value in self._results or unreshaped(node.input(0)).constant is not None:
             return None
         # The sum is a multiple if the source starts at a multiple.
         return (node.input(0), start) if start * itemsize % TENSOR_ALIGNMENT == 0 else None
-
-
-def _first_of_range(node: Node) -> int | None:
-    """The first element of a Slice in its source, if its elements are contiguous; None if they are not, or it is empty."""
-    taken = node.outputs[0].shape
-    if 0 in taken:
-        return None
-    steps = [1 if size == 1 else step for step, size in zip(node.attributes["steps"], taken, strict=True)]
-    view = StridedView.of(node.input(0)).sliced(taken, node.attributes["starts"], steps)
-    return int(view.start) if view is not None and view.is_contiguous else None

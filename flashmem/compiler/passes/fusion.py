@@ -21,6 +21,7 @@ from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.fusion_group import FusedGraph, FusionGroup
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import Factor, StridedView, merged
+from flashmem.compiler.ir.view_nodes import through
 from flashmem.compiler.kernels.reduction.operators import whole_rows
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 
@@ -53,7 +54,9 @@ def split(fused: FusedGraph, cuts: Collection[Node]) -> FusedGraph:
 
     An elementwise one begins a group, which has its own epilogue.
     """
-    return replace(fused, groups=tuple(_groups(fused.graph, set(cuts))), order=None) if cuts else fused
+    if not cuts:
+        return fused
+    return replace(fused, groups=tuple(_groups(fused.graph, set(cuts))), cuts=frozenset(cuts), order=None)
 
 
 def _groups(graph: Graph, cut: set[Node]) -> list[FusionGroup]:
@@ -138,17 +141,13 @@ def _stored_moved(groups: list[FusionGroup], consumers: dict[Value, list[Node]],
             continue
         if any(each.input(0) in outputs or consumers[each.input(0)] != [each] for each in chain):
             continue
-        view = StridedView.of(value)
+        view: StridedView | None = StridedView.of(value)
         for node in reversed(chain):
-            seen = view.reshaped(node.outputs[0].shape) if node.op == "Reshape" else view.transposed(node.attributes["perm"])
-            if seen is None:
-                break
-            view = seen
-        else:
-            places = _places(merged(view.factors), value.shape[-1])
-            if places:
-                made.moved, made.places = group.main, places
-                gone.add(group)
+            view = None if view is None else through(node, view)
+        places = 0 if view is None else _places(merged(view.factors), value.shape[-1])
+        if places:
+            made.moved, made.places = group.main, places
+            gone.add(group)
     return [group for group in groups if group not in gone]
 
 

@@ -23,7 +23,7 @@ from flashmem.compiler.ir.builder import Rewriter, sliced_constant
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import StridedView, merged
 from flashmem.compiler.ir.users import Readers
-from flashmem.compiler.ir.view_nodes import KEPT, constant_factor, emit_view
+from flashmem.compiler.ir.view_nodes import KEPT, constant_factor, emit_view, through
 from flashmem.compiler.kernels.attention.operators import is_attended
 from flashmem.compiler.passes.patterns import is_by_column
 
@@ -128,18 +128,13 @@ def _gather(value: Value, view: StridedView, width: int, readers: Readers, leave
     """Whether only Slices read `value`, each of them some of its `width` columns in every row; appends them to `leaves`."""
     for node in readers.of(value):
         output = node.outputs[0]
-        seen: StridedView | None = None
+        seen = through(node, view) if node.op in ("Slice", "Reshape", "Transpose") else None
         if node.op == "Slice":
-            seen = view.sliced(output.shape, node.attributes["starts"], node.attributes["steps"])
             columns = None if seen is None else _columns(seen, view.root.size // width, width)
             if seen is None or columns is None:
                 return False
             leaves.append(_Leaf(node, seen, columns, _is_attended(output, readers)))
             continue
-        if node.op == "Reshape":
-            seen = view.reshaped(output.shape)
-        elif node.op == "Transpose":
-            seen = view.transposed(node.attributes["perm"])
         if seen is None or output in readers.outputs or not _gather(output, seen, width, readers, leaves):
             return False
     return bool(leaves)

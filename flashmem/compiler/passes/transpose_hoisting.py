@@ -13,7 +13,7 @@ from flashmem.compiler.ir.builder import Rewriter, replaced, reshaped_constant
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import StridedView
 from flashmem.compiler.ir.users import Readers
-from flashmem.compiler.ir.view_nodes import emit_view
+from flashmem.compiler.ir.view_nodes import emit_view, through
 from flashmem.compiler.passes.patterns import is_by_column
 
 
@@ -45,7 +45,7 @@ def _found(product: Node, readers: Readers) -> _Found | None:
     view, best = StridedView.of(value), None
     while (reader := readers.single(value)) is not None and reader.op in ("Reshape", "Transpose"):
         value = reader.outputs[0]
-        seen = view.reshaped(value.shape) if reader.op == "Reshape" else view.transposed(reader.attributes["perm"])
+        seen = through(reader, view)
         if seen is None:
             break
         view = seen

@@ -20,7 +20,7 @@ from flashmem.compiler.ir.builder import Rewriter, derived
 from flashmem.compiler.ir.graph import Graph, Node, Value
 from flashmem.compiler.ir.strided import Dimension, ElementOrder, Factor, StridedView, merged, row_major
 from flashmem.compiler.ir.users import Readers
-from flashmem.compiler.ir.view_nodes import emit_view
+from flashmem.compiler.ir.view_nodes import emit_view, first_of_run, through
 from flashmem.compiler.kernels.attention.operators import is_attended
 from flashmem.compiler.operators import REGISTRY, is_elementwise
 from flashmem.compiler.operators.rewriting import reshaped
@@ -114,10 +114,8 @@ class _Moves:
         source = node.inputs[0] if node.inputs else None
         if source is None or source.constant is not None:
             return is_elementwise(node) and self._elementwise(node)
-        if node.op == "Reshape":
-            return self._found(node, self.view(source).reshaped(node.outputs[0].shape))
-        if node.op == "Transpose":
-            return self._found(node, self.view(source).transposed(node.attributes["perm"]))
+        if node.op in ("Reshape", "Transpose"):
+            return self._found(node, through(node, self.view(source)))
         if is_elementwise(node):
             return self._elementwise(node)
         if not self.is_moved(source):
@@ -272,7 +270,7 @@ class _Moves:
         If several Slices cut one tensor into contiguous runs, they are not deferred: in order they need no copies.
         """
         output, view = node.outputs[0], self.views[node.input(0)]
-        if len(self.readers.of(node.input(0))) > 1 and _is_run(node):
+        if len(self.readers.of(node.input(0))) > 1 and first_of_run(node) is not None:
             return False
         flat = [
             (axis, place, *factor) for axis, dimension in enumerate(view.dimensions) for place, factor in enumerate(dimension)
@@ -330,10 +328,3 @@ class _Moves:
         rows, places = (height // kernel[0], down // windows), (width // kernel[1], across)
         self._wait(output, StridedView(made, 0, (batch, merged([rows]), merged([places]), ((channels, 1),))))
         return True
-
-
-def _is_run(node: Node) -> bool:
-    """Whether a Slice selects contiguous elements of its source."""
-    before, after, given = node.input(0).shape, node.outputs[0].shape, node.attributes
-    cut = [axis for axis, sizes in enumerate(zip(before, after, strict=True)) if sizes[0] != sizes[1]]
-    return all(step == 1 for step in given["steps"]) and math.prod(after[: cut[-1]] if cut else ()) == 1

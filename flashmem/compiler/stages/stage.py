@@ -17,12 +17,14 @@ class Stage(Generic[P, Result]):
     """A stage: calling it makes its result, and verifies that.
 
     Attributes:
+        what: its result, in a sentence.
         make: makes the result of earlier ones.
         text: the result as lines, to read and to compare with `diff`.
         verify: raises an exception that names the first broken rule.
     """
 
     name: str
+    what: str
     make: Callable[P, Result]
     text: Callable[[Result], str]
     verify: Callable[[Result], None]

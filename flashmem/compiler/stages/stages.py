@@ -40,44 +40,89 @@ def _import(model: Path, options: Options, *changes: Any) -> Graph:
     return import_graph(model, options, *changes)
 
 
-IMPORT = Stage("import", _import, graph_text, verify)
-"""The graph of an ONNX file: constants folded, no weight read."""
+IMPORT = Stage("import", "the graph of an ONNX file: constants folded, no weight read", _import, graph_text, verify)
 
-REWRITE = Stage("rewrite", prepare, graph_text, verifiers.verify_rewritten)
-"""The graph in few operators, with layouts and attention: the passes of `compiler.passes.pipeline`, a verifier after each."""
+REWRITE = Stage(
+    "rewrite",
+    "the graph in few operators, with layouts and attention: the passes of `compiler.passes.pipeline`, a verifier after each",
+    prepare,
+    graph_text,
+    verifiers.verify_rewritten,
+)
 
-PATCH = Stage("patch", in_patches, graph_text, verifiers.verify_rewritten)
-"""The graph with chains of operators in patches, if a budget needs that."""
+PATCH = Stage(
+    "patch",
+    "the graph with chains of operators in patches, if a budget needs that",
+    in_patches,
+    graph_text,
+    verifiers.verify_rewritten,
+)
 
-FUSE = Stage("fuse", fuse, texts.groups_text, verifiers.verify_groups)
-"""Fusion groups: operators that share a launch."""
+FUSE = Stage("fuse", "fusion groups: operators that share a launch", fuse, texts.groups_text, verifiers.verify_groups)
 
-ORDER = Stage("order", in_lowest_order, texts.order_text, verifiers.verify_order)
-"""The groups in the order with the lowest peak of activations."""
+ORDER = Stage(
+    "order",
+    "the groups in the order with the lowest peak of activations",
+    in_lowest_order,
+    texts.order_text,
+    verifiers.verify_order,
+)
 
-PLACE = Stage("place", place, texts.placed_text, verifiers.verify_placed)
-"""The groups that are launched, and the memory of each value."""
+PLACE = Stage(
+    "place", "the groups that are launched, and the memory of each value", place, texts.placed_text, verifiers.verify_placed
+)
 
-JOIN = Stage("join", join_updates, texts.placed_text, verifiers.verify_placed)
-"""Updates of caches, and rotary positions before them, in one launch, where memory allows it."""
+JOIN = Stage(
+    "join",
+    "updates of caches, and rotary positions before them, in one launch, where memory allows it",
+    join_updates,
+    texts.placed_text,
+    verifiers.verify_placed,
+)
 
-LOWER = Stage("lower", lower, texts.program_text, verifiers.verify_program)
-"""The program: kernels, launches, slices of weights, arena."""
+LOWER = Stage(
+    "lower", "the program: kernels, launches, slices of weights, arena", lower, texts.program_text, verifiers.verify_program
+)
 
-PLAN = Stage("plan", plan, texts.attempt_text, verifiers.verify_plan)
-"""The plan: which weights stay, and when each other is read and moved."""
+PLAN = Stage(
+    "plan",
+    "the plan: which weights stay, and when each other is read and moved",
+    plan,
+    texts.attempt_text,
+    verifiers.verify_plan,
+)
 
-INSTRUCTION_SETS = Stage("instruction-sets", for_other_instruction_sets, texts.elsewhere_text, verifiers.verify_elsewhere)
-"""Other kernels for CPUs with other registers, over the same weights."""
+INSTRUCTION_SETS = Stage(
+    "instruction-sets",
+    "other kernels for CPUs with other registers, over the same weights",
+    for_other_instruction_sets,
+    texts.elsewhere_text,
+    verifiers.verify_elsewhere,
+)
 
-STEADY = Stage("steady", with_steady, texts.steady_text, verifiers.verify_program)
-"""Other kernels for runs after the first, over the same weights."""
+STEADY = Stage(
+    "steady",
+    "other kernels for runs after the first, over the same weights",
+    with_steady,
+    texts.steady_text,
+    verifiers.verify_program,
+)
 
-LAY_OUT = Stage("lay-out", lay_out, texts.layouts_text, verifiers.verify_laid_out)
-"""The place of each slice on the device, in each transfer mode."""
+LAY_OUT = Stage(
+    "lay-out",
+    "the place of each slice on the device, in each transfer mode",
+    lay_out,
+    texts.layouts_text,
+    verifiers.verify_laid_out,
+)
 
-PACK = Stage("pack", sharing_weights, texts.weights_text, verifiers.verify_weights)
-"""The weight file of all shape variants: its pieces and their offsets. `write_weights` writes it."""
+PACK = Stage(
+    "pack",
+    "the weight file of all shape variants: its pieces and their offsets. `write_weights` writes it",
+    sharing_weights,
+    texts.weights_text,
+    verifiers.verify_weights,
+)
 
 STAGES: tuple[Stage[Any, Any], ...] = (
     IMPORT, REWRITE, PATCH, FUSE, ORDER, PLACE, JOIN, LOWER, PLAN, INSTRUCTION_SETS, STEADY, LAY_OUT, PACK,

@@ -119,13 +119,17 @@ def _check(program: Program, plan: OverlapPlan | None = None) -> None:
     try:
         check_program(whole) if plan is None else check_bundle(whole, plan)
     except BundleError as error:
-        raise InvalidResultError(str(error)) from error
+        raise InvalidResultError(str(error).removeprefix(_OF_BUNDLE[0]).removesuffix(_OF_BUNDLE[1])) from error
 
 
 def verify_plan(made: Attempt) -> None:
     """The plan holds for the program. The planner has checked it with its instance."""
     if not plan_holds(made.generated.program, made.plan):
         raise InvalidResultError("the plan does not hold for the program")
+
+
+_OF_BUNDLE = ("the bundle is damaged: ", "; compile the model again")
+"""Begin and end of what a reader of a bundle is told."""
 
 
 def verify_elsewhere(programs: Mapping[str, Generated]) -> None:

@@ -211,29 +211,29 @@ class Worker:
                 turn = None
                 if not (self._waiting or self._chores or self.closing or self.arbiter.pressed):
                     turn = self._changed.turn()
-                chores = self._chores
-                self._chores = deque()
-                answer = self._waiting.popleft() if self._waiting and not chores and not self.closing else None
-                if answer is not None and answer.set_running_or_notify_cancel():
-                    self._running = answer.loaded
-                else:
-                    answer = None
+                chores, self._chores = self._chores, deque()
+                answer = None if chores else self._next_answer()
             if turn is not None:
                 turn.acquire()
                 continue
             for chore, done in chores:
-                try:
-                    chore()
-                except BaseException as error:
-                    done.set_exception(error)
-                else:
-                    done.set_result(None)
+                _do(chore, done)
             if answer is not None:
                 self._serve(answer)
                 answer = None  # holds no answer while this waits for the next one
             elif self.closing and not chores:
                 return
             self.arbiter.relieve()
+
+    def _next_answer(self) -> Answer | None:
+        """The request that is served next, which is running then; None without one. Called with the lock."""
+        if self.closing or not self._waiting:
+            return None
+        answer = self._waiting.popleft()
+        if not answer.set_running_or_notify_cancel():
+            return None
+        self._running = answer.loaded
+        return answer
 
     def _serve(self, answer: Answer) -> None:
         """Answer one request. A failure concerns this request and its model only."""
@@ -301,6 +301,16 @@ class Worker:
     def _queue(self) -> list[LoadedModel]:
         with self._lock:
             return [each.loaded for each in self._waiting if not each.cancelled() and each.loaded.failure is None]
+
+
+def _do(chore: Callable[[], None], done: FencedFuture[None]) -> None:
+    """Do a chore, and complete its future."""
+    try:
+        chore()
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 def _tell(waiting: Iterable[FencedFuture[None]]) -> None:

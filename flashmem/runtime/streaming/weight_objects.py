@@ -40,23 +40,14 @@ class WeightObjects:
         Raises:
             RunError: the device or the budget refuses.
         """
-        self._ledger = ledger
-        self._memory = weight_memory(layout, slices, apart=apart)
+        self._ledger, self._memory = ledger, weight_memory(layout, slices, apart=apart)
         memory = self._memory
-        before = WeightMemory({}, {}, {})
-        has = dict[str, DeviceMemory]()
-        if after is not None:
-            before = after._memory
-            has = after._objects
-        stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
-        stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
-        ledger.free([handle for name, handle in has.items() if name not in stays])
-        self._objects: dict[str, DeviceMemory] = {name: handle for name, handle in has.items() if name in stays}
+        self._objects: dict[str, DeviceMemory] = {} if after is None else after._left_to(memory)
         for name, slot in memory.textures.items():
-            if name not in stays:
+            if name not in self._objects:
                 self._objects[name] = ledger.image("weights", slot.width, slot.height, slot.channel, name)
         for name, nbytes in memory.buffers.items():
-            if name not in stays:
+            if name not in self._objects:
                 self._objects[name] = ledger.buffer("weights", nbytes, name, host_visible=host_visible)
         self.places: dict[str, DeviceMemory] = {}
         for part in slices:
@@ -66,6 +57,14 @@ class WeightObjects:
             whole = self._objects[name]
             nbytes = whole_words(part.file_bytes)
             self.places[part.name] = ledger.part("weights", cast(Buffer, whole), offset, nbytes) if parted else whole
+
+    def _left_to(self, memory: WeightMemory) -> dict[str, DeviceMemory]:
+        """The objects that `memory` has too; frees the others. Raises RunError."""
+        has, before = self._objects, self._memory
+        stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
+        stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
+        self._ledger.free([handle for name, handle in has.items() if name not in stays])
+        return {name: handle for name, handle in has.items() if name in stays}
 
     def joined(self, parts: Sequence[Slice]) -> DeviceMemory | None:
         """A sub-buffer with all of `parts`, if the slices have the same order there as in the file."""

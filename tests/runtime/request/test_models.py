@@ -119,8 +119,8 @@ def test_compile_accepts_models_in_memory(tmp_path: Path) -> None:
     named = flashmem.compile(onnx.load(MODEL), tmp_path / "m.flashmem", build=False)
     assert kept.meta["model_path"] == named.meta["model_path"] == "" and kept.model == "model"
     assert kept.weights_sha256 == named.weights_sha256 == flashmem.compile(MODEL, build=False).weights_sha256
-    folder = tmp_path / "passes"
-    flashmem.compile(content, dump_passes=folder, build=False)
+    folder = tmp_path / "stages"
+    flashmem.compile(content, dump_stages=folder, build=False)
     assert list(folder.iterdir())
 
 
