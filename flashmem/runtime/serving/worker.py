@@ -211,7 +211,8 @@ class Worker:
                 turn = None
                 if not (self._waiting or self._chores or self.closing or self.arbiter.pressed):
                     turn = self._changed.turn()
-                chores, self._chores = self._chores, deque()
+                chores = self._chores
+                self._chores = deque()
                 answer = None if chores else self._next_answer()
             if turn is not None:
                 turn.acquire()
