@@ -12,7 +12,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.streaming.modes import make_transfer
 from flashmem.runtime.streaming.transfer import Transfer, TransferRequest
-from flashmem.schedule.loads import Schedule, staying
+from flashmem.schedule.loads import Schedule, make_schedule, staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import share_places
 from flashmem.schedule.shared_memory import WeightMemory, weight_memory
