@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -254,6 +254,9 @@ class Worker:
             answer.model.last_run = answer.report
             complete(answer, partial(answer.set_result, outcome))
             answer.loaded.engine.prepare()
+            if answer.loaded.check is not None:
+                with suppress(RunError):  # no thread is left for it
+                    answer.loaded.check.begin()
         del answer, outcome  # the frames of a stored error refer to their callers
 
     def _outcome(self, answer: Answer) -> list[Array] | BaseException:
