@@ -56,7 +56,8 @@ class Patches:
     """
 
     def __init__(self, fused: FusedGraph, descriptor: DeviceDescriptor, precision: Precision) -> None:
-        self.groups, self.aliases = fused.groups, AliasAnalysis(fused.graph, half=precision == "fp16")
+        self.groups = fused.groups
+        self.aliases = AliasAnalysis(fused.graph, half=precision == "fp16")
         self.memory, self.slicing = _memory(fused, self.aliases, precision == "fp16", descriptor)
         self._choice = PatchChoice(fused.graph, self.groups, self.aliases, self.memory)
 
@@ -147,7 +148,8 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
 
 
 def _memory(fused: FusedGraph, aliases: AliasAnalysis, half: bool, descriptor: DeviceDescriptor) -> tuple[Memory, Slicing]:
-    graph, groups = fused.graph, fused.groups
+    graph = fused.graph
+    groups = fused.groups
     halves = stored_in_half(fused, aliases, activations=half)
 
     def storage(value: Value) -> StoredType:

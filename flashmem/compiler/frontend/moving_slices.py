@@ -47,7 +47,8 @@ def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.N
     data, starts, ends, axes, steps = [*node.inputs, None, None][:5]
     if data is None or starts is None or ends is None or data.shape is None or starts.const_value is not None:
         return None
-    first, last = _numbers(starts), _numbers(ends)
+    first = _numbers(starts)
+    last = _numbers(ends)
     places = [_Number(None, 0, axis) for axis in range(len(first or ()))] if axes is None else _numbers(axes)
     strides = [_Number(None, 0, 1)] * len(first or ()) if steps is None else _numbers(steps)
     if (
@@ -60,7 +61,9 @@ def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.N
         return None
     if any(each.root is not None for each in (*places, *strides)) or any(each.offset != 1 for each in strides):
         return None
-    e, value, rank = Expansion(node, opset), data, len(data.shape)
+    e = Expansion(node, opset)
+    value = data
+    rank = len(data.shape)
     for number, (start, end, place) in enumerate(zip(first, last, places, strict=True)):
         axis = place.offset % rank if -rank <= place.offset < rank else rank
         size = data.shape[axis] if axis < rank else None
@@ -84,8 +87,10 @@ def _indices(e: Expansion, starts: ir.Value, number: int, length: int, size: int
     start = e.part(starts, 0, number, number + 1)
     if starts.dtype != ir.DataType.INT64:
         start = e.cast(start, ir.DataType.INT64)
-    end, zero = e.op("Add", start, e.integers(length)), e.integers(0)
-    is_negative, passes = e.op("Less", start, zero), e.op("Not", e.op("Less", end, zero))
+    end = e.op("Add", start, e.integers(length))
+    zero = e.integers(0)
+    is_negative = e.op("Less", start, zero)
+    passes = e.op("Not", e.op("Less", end, zero))
     indices = e.op("Add", start, e.integers(*range(length)))
     return e.op("Where", e.op("And", is_negative, passes), e.integers(size), indices)
 

@@ -53,7 +53,8 @@ def place_rows(context: LoweringContext, node: Node, indices: str, tensor: str) 
                 "float16" if packing.storage == "float16" else "float32", packing.panel,
             )  # fmt: skip
     assert table.constant is not None
-    read, kind = table.constant.array, _kind(context, table)
+    read = table.constant.array
+    kind = _kind(context, table)
     dtype = np.dtype(kind.replace("int4", "int8"))
     row_bytes = -(-columns // 2) if kind.endswith("int4") else columns * dtype.itemsize
     page = context.weights.page_bytes  # pieces start on pages, and no row may be split between pieces

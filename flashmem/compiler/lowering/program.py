@@ -84,7 +84,8 @@ def _lower_groups(context: LoweringContext, placed: PlacedGraph) -> dict[str, fr
 
 def _context(placed: PlacedGraph, lowering: Lowering) -> LoweringContext:
     """The program under construction, still empty."""
-    descriptor, precision = lowering.descriptor, placed.precision
+    descriptor = lowering.descriptor
+    precision = placed.precision
     return LoweringContext(
         descriptor,
         descriptor.memory_paths[0],
@@ -106,7 +107,8 @@ def _program(
     """The program of all launches in `context`, with the places of tensors and constants."""
     descriptor = lowering.descriptor
     touched = first_and_last(context.launches, "tensor")
-    inputs, outputs = _inputs(placed, context), _outputs(placed, context)
+    inputs = _inputs(placed, context)
+    outputs = _outputs(placed, context)
     if not descriptor.uses_host_memory:
         outputs = read_early(context.tensors, touched, outputs, lookups)
     states = [

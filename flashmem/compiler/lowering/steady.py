@@ -49,7 +49,8 @@ def with_steady_of(first: Generated, later: Generated | None) -> Generated:
         return first
     read = {name for each in found for name in slices_read(each.launch)}
     joined = tuple(matched.joined[name] for name in sorted(read & matched.joined.keys()))
-    texts, more = kernel_texts(first.source.plain), kernel_texts(later.source.plain)
+    texts = kernel_texts(first.source.plain)
+    more = kernel_texts(later.source.plain)
     texts |= {each.launch.kernel: more[each.launch.kernel] for each in found}
     source = replace(first.source, plain=kernel_source(texts), kernels=tuple(texts))
     return replace(first, program=replace(first.program, steady=found, joined=joined), source=source)
@@ -84,9 +85,12 @@ class MatchedPrograms:
     later: Generated
 
     def __post_init__(self) -> None:
-        one, other = self.first.program, self.later.program
-        self._tensors, self._made = _tensors(one), _tensors(other)
-        self._slices, self._wanted = one.readable(), {part.name: part for part in other.slices}
+        one = self.first.program
+        other = self.later.program
+        self._tensors = _tensors(one)
+        self._made = _tensors(other)
+        self._slices = one.readable()
+        self._wanted = {part.name: part for part in other.slices}
         self._status = {program.status for program in (one, other)}
         self.joined: dict[str, Joined] = {}
 
@@ -117,7 +121,8 @@ class MatchedPrograms:
         return self.joined[name].parts if name in self.joined else (name,)
 
     def _alike(self, name: str) -> bool:
-        one, other = self._tensors[name], self._made[name]
+        one = self._tensors[name]
+        other = self._made[name]
         return (one.shape, one.dtype, one.nbytes) == (other.shape, other.dtype, other.nbytes)
 
     def _holds(self, arg: Arg) -> bool:

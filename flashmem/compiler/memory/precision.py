@@ -32,7 +32,8 @@ SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 
 def stored_in_half(fused: FusedGraph, aliases: AliasAnalysis, *, activations: bool) -> frozenset[Value]:
     """The states of `fused` that are stored in half, and its `activations`: those with separate memory, or that share it."""
-    graph, groups = fused.graph, fused.uncut
+    graph = fused.graph
+    groups = fused.uncut
     if not activations and not graph.states_in_half:
         return frozenset()
     names = {name for pair in graph.states for name in pair}

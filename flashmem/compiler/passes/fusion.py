@@ -99,7 +99,8 @@ def _with_prologues(
         if not is_elementwise(group.main) or not cut.isdisjoint(group.nodes) or first == len(groups):
             continue
         if _may_precede(group, groups[first], keeps=bool(others)):
-            groups[first].prologue, groups[first].keeps = list(group.nodes), bool(others)
+            groups[first].prologue = list(group.nodes)
+            groups[first].keeps = bool(others)
             gone.add(group)
     return [group for group in groups if group not in gone]
 
@@ -109,7 +110,8 @@ def _may_precede(group: FusionGroup, reader: FusionGroup, *, keeps: bool) -> boo
 
     Unless the kernel `keeps` the result, it computes it again in each pass over a row.
     """
-    node, value = reader.main, group.output
+    node = reader.main
+    value = group.output
     operator = REGISTRY[node.op]
     if not operator.prologue or reader.prologue or node.inputs[0] is not value or not whole_rows(node):
         return False
@@ -132,7 +134,8 @@ def _stored_moved(groups: list[FusionGroup], consumers: dict[Value, list[Node]],
     for group in groups:
         if group.main.op != "Transpose" or not _is_given(group.output, consumers, outputs):
             continue
-        chain, value = [group.main], group.main.input(0)
+        chain = [group.main]
+        value = group.main.input(0)
         while value not in by_output and value.producer is not None and value.producer.op == "Reshape":
             chain.append(value.producer)
             value = value.producer.input(0)
@@ -146,7 +149,8 @@ def _stored_moved(groups: list[FusionGroup], consumers: dict[Value, list[Node]],
             view = None if view is None else through(node, view)
         places = 0 if view is None else _places(merged(view.factors), value.shape[-1])
         if places:
-            made.moved, made.places = group.main, places
+            made.moved = group.main
+            made.places = places
             gone.add(group)
     return [group for group in groups if group not in gone]
 

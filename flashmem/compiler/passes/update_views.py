@@ -27,7 +27,8 @@ def _folded(node: Node) -> tuple[Node, StridedView, dict[str, object]] | None:
     """A scatter with the view that it can read its updates through, and its attributes for that; None if nothing changes."""
     if node.op not in ("ScatterAt", "ScatterQuantised"):
         return None
-    updates, given = node.input(2), node.attributes
+    updates = node.input(2)
+    given = node.attributes
     view = view_of(updates, KEPT)
     if (
         view.root is updates
@@ -68,10 +69,12 @@ def _strides(factors: tuple[Factor, ...], count: int, stride: int) -> Dimension 
     """
     if count == 1 or stride == 0:
         return merged([(count, 0)])
-    inner, end = 1, stride * count
+    inner = 1
+    end = stride * count
     pieces: list[Factor] = []
     for size, step in reversed(factors):
-        low, high = max(inner, stride), min(inner * size, end)
+        low = max(inner, stride)
+        high = min(inner * size, end)
         if low < high:
             if low % inner or high % low or inner * size % high:
                 return None

@@ -281,7 +281,8 @@ void CHAIN({", ".join(f"__global {each}" for each in pointers)})
 
 
 def _case(number: int, function: _Function) -> str:
-    lines, at = list[str](), _HEAD
+    lines = list[str]()
+    at = _HEAD
     for place, kind in enumerate(function.types):
         if "*" in kind:
             offset = f"(uint)row[{at + 1}] | (ulong)row[{at + 2}] << 32"

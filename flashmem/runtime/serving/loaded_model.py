@@ -67,7 +67,8 @@ class LoadedModel:
         bundle = for_processor(bundle, device.device)
         bundle, chosen = fitted(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
-        self.device, self.check = device, check
+        self.device = device
+        self.check = check
         self.engine = Engine(opened, device, apart=build_apart, warm_up=prepare)
         self._host = host
         self.begun_under: int | None = None  # the budget's limit at the start of `current`

@@ -34,7 +34,8 @@ class AheadTransfer(Transfer):
     def __init__(self, asked: TransferRequest) -> None:
         """Raises RunError: the budget or the device refuses."""
         super().__init__(asked)
-        ledger, layout = asked.ledger, asked.layout
+        ledger = asked.ledger
+        layout = asked.layout
         after: AheadTransfer | None = asked.after
         self.tier = tier = asked.tier
         self._copier: Copier = after._copier if after else Copier(asked.context, ahead=True)
