@@ -38,6 +38,7 @@ from flashmem.schedule.loads import WORD
 from flashmem.schedule.modes import INTERLEAVE, MODES
 from flashmem.target.descriptor import DeviceDescriptor
 
+from .checked import CheckedKernels
 from .loads import CHUNK, PARTS, Loads
 from .target import Supply, Target
 
@@ -89,6 +90,7 @@ class Bench:
         self._pool_bytes = min(_POOL_BYTES, descriptor.max_alloc_bytes // 2)
         self._pool = self._filled(self._pool_bytes, self._ledger)
         self._programs: dict[str, CompiledKernels] = {}
+        self._checks = CheckedKernels(device)
         self.loads = Loads(self.context, self._ledger, self.path, folder, self._random, descriptor.loader_threads)
         self._lane: tuple[Buffer, DeviceMemory, Slice] | None = None
         self._references: tuple[Prepared, Prepared] | None = None
@@ -102,6 +104,7 @@ class Bench:
     def close(self) -> None:
         """Release all resources."""
         self._programs.clear()
+        self._checks.close()
         with contextlib.suppress(RunError):
             self.queue.finish()
         self.loads.close()
@@ -128,8 +131,9 @@ class Bench:
         """Prepare a launch for timing.
 
         Raises:
-            RunError: the device refuses its kernel or its memory.
+            RunError: the device refuses its kernel or its memory, or miscompiles the kernel.
         """
+        self._checks.refuse_wrong(target.program, target.source, target.launch.kernel)
         return Prepared(self, target)
 
     def pace(self) -> Pace:

@@ -20,9 +20,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.streaming.loading import Loading
 from flashmem.runtime.streaming.modes import make_transfer
-from flashmem.runtime.streaming.modes.request import TransferRequest
-from flashmem.runtime.streaming.shared_pages import SharedSlices
-from flashmem.runtime.streaming.transfer import Transfer
+from flashmem.runtime.streaming.transfer import Transfer, TransferRequest
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, whole
 from flashmem.schedule.modes import MODES
@@ -100,7 +98,7 @@ class Loads:
 
     def _make(self, mode: TransferMode, ledger: Ledger, parts: Sequence[Slice], layout: PoolLayout) -> Transfer:
         apart = {part.name: part.name.encode() for part in parts}  # separate, because the file repeats its content
-        asked = TransferRequest(self._context, ledger, self._file, parts, layout, SharedSlices(), apart)
+        asked = TransferRequest(self._context, ledger, self._file, parts, layout, content_hashes=apart)
         return make_transfer(mode, asked)
 
     def start(self, mode: TransferMode, count: int) -> tuple[HeldLoads, list[Slice]]:

@@ -33,6 +33,8 @@ from flashmem.runtime.opencl.handles import Buffer, Texture
 from flashmem.runtime.opencl.launching import PreparedLaunch
 from flashmem.target.descriptor import DeviceDescriptor
 
+from .checked import CheckedKernels
+
 _BLOCK = 16 << 20  # bytes written at a time
 _HELD_BYTES = 4 << 30  # bytes of buffers and textures kept for the next operator
 _LARGEST_SLICE = 1 << 30
@@ -92,6 +94,7 @@ class Stand:
         self._images: dict[tuple[object, ...], Texture] = {}
         self._programs: dict[str, CompiledProgram] = {}
         self._hold: PreparedLaunch | None = None
+        self.checks = CheckedKernels(device)
 
     def __enter__(self) -> Stand:
         return self
@@ -102,6 +105,7 @@ class Stand:
     def close(self) -> None:
         """Release all resources."""
         self._programs.clear()
+        self.checks.close()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -281,9 +285,10 @@ def time_graph(stand: Stand, graph: Graph, descriptor: DeviceDescriptor) -> Time
 
     Raises:
         UserError: it cannot be compiled for the device.
-        RunError: the device refuses it.
+        RunError: the device refuses it, or miscompiles a kernel.
     """
     made = generated(graph, descriptor)
+    stand.checks.refuse_wrong(made.program, made.source)
     commands = stand.commands(made, stand.build(made))
     if not commands:
         raise RunError("the graph has no kernel to time")

@@ -370,11 +370,28 @@ class _Tuner:
                     why = _sentence(error)
                     self._recover()
             timings.append(Timing(work.workload, config.name, config.code, seconds, why))
+        timings, best = self._right(work, timings)
         self._database.done()
         if best < inf:
             rate = work.case.shape.flops / best
             self._rates[work.workload.kind] = max(rate, self._rates.get(work.workload.kind, 0.0))
         return timings
+
+    def _right(self, work: _Work, timings: Sequence[Timing]) -> tuple[list[Timing], float]:
+        """The timings, without seconds of configs whose kernels are wrong if they would be chosen; and the best seconds."""
+        found = {timing.config: timing for timing in timings}
+        while True:
+            ran = {name: timing.seconds for name, timing in found.items() if timing.seconds is not None}
+            if not ran:
+                return list(found.values()), inf
+            soonest = min(ran, key=ran.__getitem__)
+            made = work.made[soonest]
+            try:
+                self._stand.checks.refuse_wrong(made.program, made.source)
+                return list(found.values()), ran[soonest]
+            except RunError as error:
+                same = [name for name in ran if _kernel(work.made[name]) == _kernel(made)]
+                found |= {name: replace(found[name], seconds=None, note=_sentence(error)) for name in same}
 
     def _seconds(self, work: _Work, config: KernelConfig, best: float) -> float:
         made = work.made[config.name]

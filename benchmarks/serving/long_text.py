@@ -19,7 +19,7 @@ from typing import Any
 import flashmem
 from benchmarks.command import Arguments, run_command
 from flashmem.request.opening import SessionRequest
-from flashmem.runtime.generation.language_session import LanguageSession
+from flashmem.runtime.generation.language_session import LanguageSession, RowPart
 
 _AROUND = 20
 """Tokens of which a median is taken."""
@@ -46,7 +46,7 @@ def main() -> None:
             token = 1
             for number in range(args.tokens):
                 since = perf_counter()
-                [after] = model.run([token], number)
+                [after] = model.run({0: RowPart(number, [token])})[0]
                 seconds.append(perf_counter() - since)
                 token = int(after.tokens[0])
                 report, bound = model.session.last_run, model.session._engine.bound

@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from benchmarks.worker import drop
 from flashmem.base.units import parse_size
 from flashmem.bundle.language import LONG_RUNS, PROMPT_TOKENS
 from flashmem.compiler.adaptive import prompt_runs
+from flashmem.runtime.generation.language_session import RowPart
 
 LENGTHS = (PROMPT_TOKENS, *LONG_RUNS)
 _PROMPTS, _MORE = 3, 8
@@ -100,9 +102,9 @@ def _measured(path: Path, device: str, count: int) -> Row:
         tokens = generator.tokens_of(words)[:count]
         session, read, runs = generator._model.session, list[int](), generator._model.run
 
-        def spy(given: list[int], start: int) -> Any:
-            found = runs(given, start)
-            if len(given) >= PROMPT_TOKENS and session.last_run is not None:
+        def spy(parts: Mapping[int, RowPart]) -> Any:
+            found = runs(parts)
+            if len(parts[0].tokens) >= PROMPT_TOKENS and session.last_run is not None:
                 read.append(sum(load.nbytes for load in session.last_run.loads))
             return found
 

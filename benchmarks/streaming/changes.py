@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.command import Arguments, run_command
 from benchmarks.serving.llama_cpp import write_shape
 from flashmem.runtime.generation.generator import Generator
+from flashmem.runtime.generation.language_session import RowPart
 
 CHECKED = 8
 
@@ -53,7 +54,7 @@ def measure(generator: Generator, changes: int, between: int) -> None:
     def run(kind: str | None, count: int) -> None:
         nonlocal at
         begun = time.perf_counter()
-        language.run([5 + (at + n) % 200 for n in range(count)], at)
+        language.run({0: RowPart(at, [5 + (at + n) % 200 for n in range(count)])})
         seconds, at = time.perf_counter() - begun, at + count
         report = language.session.last_run
         assert report is not None

@@ -74,12 +74,7 @@ class Session:
             RunError: the device refuses, or (preload) the weights cannot be read.
         """
         begun = perf_counter()
-        if not is_model(call.bundle) and not isinstance(call.bundle, Bundle | str | Path):
-            raise UserError(f"a session is opened with a bundle, a model or the path of one, not with {described(call.bundle)}")
-        if not isinstance(call.device, str):
-            raise UserError(f"the device is {described(call.device)}; give its name as text, or 'auto'")
-        if call.process_memory is not None and (call.budget is not None or call.host_budget is not None):
-            raise UserError("the process memory gives the budget; give either it or budgets")
+        _check_call(call)
         self.process_memory = call.process_memory
 
         def find() -> Bundle:
@@ -366,6 +361,16 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _check_call(call: SessionCall) -> None:
+    """Raise UserError for arguments of a wrong type, and for those that exclude each other."""
+    if not is_model(call.bundle) and not isinstance(call.bundle, Bundle | str | Path):
+        raise UserError(f"a session is opened with a bundle, a model or the path of one, not with {described(call.bundle)}")
+    if not isinstance(call.device, str):
+        raise UserError(f"the device is {described(call.device)}; give its name as text, or 'auto'")
+    if call.process_memory is not None and (call.budget is not None or call.host_budget is not None):
+        raise UserError("the process memory gives the budget; give either it or budgets")
 
 
 def _device_of(bundle: Bundle | str | Path | bytes | onnx.ModelProto) -> str | None:

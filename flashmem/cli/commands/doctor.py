@@ -129,8 +129,8 @@ def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]
     for name, reason in unused_of(device.extensions).items():
         print(f"     {'not used':<22} {name}: {reason}")
     for finding in Verdicts(device).wrong.values():
-        use = "compiled without optimisation" if finding.options is not None else "not used"
-        print(f"[!!] {'a kernel':<22} {finding.name} is miscompiled by this driver, and {use}: {finding.wrong}")
+        use = "else without optimisation" if finding.options is not None else "else refused"
+        print(f"[!!] {'a kernel':<22} {finding.name} is miscompiled here; replaced if possible, {use}: {finding.wrong}")
     for result in results:
         print(f"{_mark(result.ok)} {result.test:<22} {result.said}")
 

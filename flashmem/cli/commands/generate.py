@@ -37,17 +37,8 @@ def generate_text(options: GenerateCommand) -> None:
         UserError: a file or an option is invalid.
         RunError: a run failed.
     """
+    _check_options(options)
     prompt = options.prompt
-    if options.system is not None and options.plain:
-        raise UserError("--system is a message of a conversation; leave out either --system or --plain")
-    if options.conversation is not None and options.plain:
-        raise UserError("--conversation keeps messages, which --plain does not have; leave out one of them")
-    if options.chat and options.plain:
-        raise UserError("--chat is a conversation, and --plain continues a text; leave out one of them")
-    if options.plain and prompt is None:
-        raise UserError("--plain continues a text; give one after the model")
-    if options.draft is not None and not options.speculate:
-        raise UserError("--draft makes drafts, and --no-speculate checks none; leave out one of them")
     with open_generator(options) as generator:
         saved = options.conversation
         asked = prompt is not None and not options.chat and saved is None
@@ -58,6 +49,26 @@ def generate_text(options: GenerateCommand) -> None:
         if saved is not None and saved.exists():
             messages = generator.restore(saved) or messages
         _converse(generator, messages, options, prompt)
+
+
+def _check_options(options: GenerateCommand) -> None:
+    """Raise UserError for options that exclude each other."""
+    plain = options.plain
+    for is_wrong, said in (
+        (plain and options.system is not None, "--system is a message of a conversation; leave out either --system or --plain"),
+        (
+            plain and options.conversation is not None,
+            "--conversation keeps messages, which --plain does not have; leave out one of them",
+        ),
+        (plain and options.chat, "--chat is a conversation, and --plain continues a text; leave out one of them"),
+        (plain and options.prompt is None, "--plain continues a text; give one after the model"),
+        (
+            options.draft is not None and not options.speculate,
+            "--draft makes drafts, and --no-speculate checks none; leave out one of them",
+        ),
+    ):
+        if is_wrong:
+            raise UserError(said)
 
 
 def _converse(generator: Generator, messages: list[Message], options: GenerateCommand, prompt: str | None) -> None:

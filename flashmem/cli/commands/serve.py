@@ -7,8 +7,6 @@ from flashmem.base.streams import say
 from flashmem.cli.calls.models import ServeCommand
 from flashmem.cli.commands.generate import open_language_model
 from flashmem.runtime.generation.batch import BatchGenerator
-from flashmem.runtime.generation.generator import Generator
-from flashmem.runtime.generation.language_session import language_of, rows_in
 
 
 def serve_model(call: ServeCommand) -> None:
@@ -22,9 +20,7 @@ def serve_model(call: ServeCommand) -> None:
 
     with listening(call.host, call.port) as at:
         bundle, options = open_language_model(call.model, call)
-        language_of(bundle)
-        generator = Generator(bundle, **options) if rows_in(bundle) == 1 else BatchGenerator(bundle, **options)
-        with generator:
+        with BatchGenerator(bundle, **options) as generator:
             address, number = at.getsockname()[:2]
             shown = f"[{address}]" if ":" in address else address
             served = call.name or call.model.stem

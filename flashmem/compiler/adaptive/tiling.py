@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from flashmem.base.errors import BudgetError
 from flashmem.base.types import ITEMSIZE, Precision, StoredType
 from flashmem.base.units import format_size
+from flashmem.compiler.ir.blocks.constant import BlockConstant
 from flashmem.compiler.ir.fusion_group import FusedGraph
 from flashmem.compiler.ir.graph import Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
@@ -158,6 +159,8 @@ def _memory(fused: FusedGraph, aliases: AliasAnalysis, half: bool, descriptor: D
     def weight_bytes(value: Value) -> int:
         if isinstance(value.constant, QuantizedConstant):
             return value.size * value.constant.bits // 8
+        if isinstance(value.constant, BlockConstant):
+            return value.constant.nbytes
         return (2 if half else 4) * value.size
 
     alive = _alive(fused, aliases, storage)

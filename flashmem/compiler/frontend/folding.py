@@ -25,6 +25,7 @@ from onnx.shape_inference import InferenceError, infer_node_outputs
 
 from flashmem.base.errors import UserError
 from flashmem.compiler.frontend import contrib, moving_slices
+from flashmem.compiler.frontend.contrib.packed import is_in_file
 from flashmem.compiler.frontend.definitions import write_out
 from flashmem.compiler.frontend.editing import REASON, fit, graph_of
 from flashmem.compiler.frontend.onnxscript_folding import FoldConstantsPass, FoldConstantsResult, Replacement
@@ -187,7 +188,7 @@ class FoldPass(FoldConstantsPass):
             return
         self.counted = self.made
         tensors = (value.const_value for graph in self.model.graphs() for value in graph.initializers.values())
-        kept = sum(tensor.nbytes for tensor in tensors if tensor is not None and not isinstance(tensor, ir.ExternalTensor))
+        kept = sum(tensor.nbytes for tensor in tensors if tensor is not None and not is_in_file(tensor))
         if kept > CONSTANTS:
             raise UserError(f"the constants that the model computes take more than {CONSTANTS} bytes, the most that are kept")
 
@@ -488,7 +489,7 @@ def _is_quick(node: ir.Node) -> bool:
 def _is_weight(value: ir.Value) -> bool:
     """Whether `value` is in a file and worth streaming; integers and booleans are indices and masks."""
     tensor = value.const_value
-    return isinstance(tensor, ir.ExternalTensor) and tensor.dtype.is_floating_point()
+    return tensor is not None and is_in_file(tensor) and tensor.dtype.is_floating_point()
 
 
 def _size(value: ir.Value) -> int:

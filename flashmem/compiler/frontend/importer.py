@@ -17,6 +17,7 @@ from flashmem.base.errors import DefectError, UnsupportedModelError, UserError, 
 from flashmem.base.types import DType, States
 from flashmem.compiler.frontend import contrib
 from flashmem.compiler.frontend.cleanup import clean_up
+from flashmem.compiler.frontend.contrib.packed import BlocksTensor
 from flashmem.compiler.frontend.editing import REASON
 from flashmem.compiler.frontend.external_data import embed_small, resolve_external_data
 from flashmem.compiler.frontend.fixed_inputs import fix_inputs
@@ -27,6 +28,7 @@ from flashmem.compiler.frontend.selected_rows import Known, follow
 from flashmem.compiler.frontend.shapes import bind_shapes
 from flashmem.compiler.frontend.states import named_states, with_states
 from flashmem.compiler.frontend.validation import check_structure, printable, tidy
+from flashmem.compiler.ir.blocks.constant import BlockConstant
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, FileConstant, Graph, GraphPort, NibbleConstant, Node, Value
 from flashmem.compiler.ir.limits import check_size, nodes_of
 from flashmem.compiler.kernels.selection.operators import SHAPED_BY_DATA
@@ -277,6 +279,8 @@ class _Importer:
         self.values[value] = made
 
     def _data(self, tensor: ir.TensorProtocol, shape: tuple[int, ...]) -> Constant:
+        if isinstance(tensor, BlocksTensor):
+            return BlockConstant(self._data(tensor.source, tuple(tensor.source.shape.numpy())), tensor.format)
         narrow = _NIBBLES.get(tensor.dtype)
         if isinstance(tensor, ir.ExternalTensor) and tensor.nbytes >= LARGE:
             if narrow is not None:

@@ -234,7 +234,7 @@ class _Writer:
         if self.as_floats:
             floats = Codes(codes, scales).floats
             return [], [self.stored(name, (floats if weight.depth else floats.T).reshape(array.shape))], about
-        fields: dict[str, Any] = {"bits": bits, "block_size": block, "signed": 1}
+        fields: dict[str, Any] = {"bits": bits, "block_size": block}
         if weight.is_filter:
             fields["shape"] = array.shape
         tensors = [

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import DType
+from flashmem.compiler.ir.blocks.constant import BlockConstant
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, Graph, Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 
@@ -76,7 +77,7 @@ def sliced_constant(value: Value, axis: int, first: int, end: int) -> Value | No
     A quantised constant stays quantised; None if the cut is inside a block.
     """
     shape = (*value.shape[:axis], end - first, *value.shape[axis + 1 :])
-    if isinstance(value.constant, QuantizedConstant):
+    if isinstance(value.constant, QuantizedConstant | BlockConstant):
         part = value.constant.sliced(axis, first, end)
         return None if part is None else Value(value.name, shape, value.dtype, part)
     index = (*[slice(None)] * axis, slice(first, end))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from flashmem.base.types import ITEMSIZE, DType
+from flashmem.compiler.ir.blocks.constant import BlockConstant
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, Graph, GraphPort, Node, Placeholder, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 
@@ -103,6 +104,8 @@ def _light(constant: Constant, nbytes: int, kept_bytes: int) -> Constant:
     """`constant` without data in files, and without its data if it has `nbytes` above `kept_bytes`."""
     if isinstance(constant, Placeholder):
         return constant
+    if isinstance(constant, BlockConstant):
+        return replace(constant, data=_light(constant.data, constant.nbytes, kept_bytes))
     if isinstance(constant, QuantizedConstant):
 
         def part(of: Constant) -> Constant:

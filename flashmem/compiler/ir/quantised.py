@@ -92,8 +92,7 @@ class QuantizedConstant:
         def of(part: Constant) -> Constant:
             if part.shape[axis] <= 1:
                 return part
-            found = _Part(part, axis, first // block, end // block)
-            return ArrayConstant(found.array()) if isinstance(part, ArrayConstant) else found
+            return part_of(part, axis, first // block, end // block)
 
         sizes = tuple(size if a != axis or varies else end - first for a, size in enumerate(self.block))
         return self.with_parts(of, _Part(self.codes, axis, first, end), sizes)
@@ -152,6 +151,12 @@ class _Part:
     def array(self) -> NDArray[Any]:
         """Read the part."""
         return self.source.array()[(*[slice(None)] * self.axis, slice(self.first, self.end))]
+
+
+def part_of(source: Constant, axis: int, first: int, end: int) -> Constant:
+    """Elements `first` to `end` of `source` along an axis: at once if it is in memory, else when they are read."""
+    found = _Part(source, axis, first, end)
+    return ArrayConstant(found.array()) if isinstance(source, ArrayConstant) else found
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from flashmem.compiler.lowering.registry import lower_group
 from flashmem.compiler.lowering.templates import KernelLibrary
 from flashmem.compiler.memory.arena import LiveBytes, place_blocks, shapes
 from flashmem.compiler.memory.placement import PlacedGraph
+from flashmem.compiler.selection.selector import KernelRequest
 from flashmem.compiler.weights.packing_list import PackingList
 from flashmem.program.lanes import lane_kind
 from flashmem.program.launches import first_and_last
@@ -34,12 +35,22 @@ def lower(placed: PlacedGraph, lowering: Lowering) -> Generated:
 
 
 def lower_once(placed: PlacedGraph, lowering: Lowering) -> Generated:
-    """The program of `placed`, with the configs that the selector knows so far."""
+    """The program of `placed`, with the configs that the selector knows so far; with others as long as a kernel of theirs is
+    refused, and others are left.
+    """
+    selector = lowering.selector
+    while True:
+        made = _lowered(placed, lowering)
+        refused = [name for name in made.chosen if name in selector.refused]
+        if not any([selector.avoid(name, made.chosen[name]) for name in refused]):  # each of them
+            return made
+
+
+def _lowered(placed: PlacedGraph, lowering: Lowering) -> Generated:
     context = _context(placed, lowering)
     for value in (*placed.lookups, *(state.port.value for state in placed.states)):
         context.tensor(value)
-    for group in placed.launched:
-        lower_group(context, group)
+    chosen = _lower_groups(context, placed)
     lookups = [
         place_rows(context, node, indices, str(context.tensor(value).value))
         for value, (node, indices) in placed.lookups.items()
@@ -53,9 +64,22 @@ def lower_once(placed: PlacedGraph, lowering: Lowering) -> Generated:
         _constants(context),
         context.placements,
         {key: tuple(part for _, part in parts) for key, parts in context.packed.items()},
+        chosen,
         placed,
         lowering,
     )
+
+
+def _lower_groups(context: LoweringContext, placed: PlacedGraph) -> dict[str, frozenset[KernelRequest]]:
+    """Lower all groups; by kernel, what their lowerings requested of the selector."""
+    chosen: dict[str, frozenset[KernelRequest]] = {}
+    for group in placed.launched:
+        first = len(context.launches)
+        lower_group(context, group)
+        if requests := context.selector.recent():
+            for name in {launch.kernel for launch in context.launches[first:]}:
+                chosen[name] = chosen.get(name, frozenset()) | requests
+    return chosen
 
 
 def _context(placed: PlacedGraph, lowering: Lowering) -> LoweringContext:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from flashmem.compiler.ir.blocks.constant import BlockConstant
 from flashmem.compiler.ir.graph import Node
 from flashmem.compiler.ir.quantised import QuantizedConstant
 
@@ -211,7 +212,9 @@ def product_tile(node: Node, span: AxisRange) -> TiledNode | None:
     if any(value is not None and value.size != 1 for value in node.inputs[2:]):
         return None
     if span.axis == rank - 1:
-        if right.constant is not None and (len(right.shape) != 2 or isinstance(right.constant, QuantizedConstant)):
+        if right.constant is not None and (
+            len(right.shape) != 2 or isinstance(right.constant, QuantizedConstant | BlockConstant)
+        ):
             return None
         last = len(right.shape) - (2 if node.attributes["transposed"] else 1)
         return TiledNode((None, AxisRange(last, span.start, span.stop), *others), node.attributes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,7 +162,7 @@ class _Rows:
         self.tables.append(table)
         return len(self.tables) - 1
 
-    @property
+    @cached_property
     def _rank(self) -> int:
         return len(self.x.shape) - 1
 
@@ -178,9 +179,19 @@ class _Rows:
             return None
         if node.op == "Mul":
             return self._product(node)
-        given = [None if each is None else self.of(each) for each in node.inputs]
-        parts = [part for part in given if part is not None]
-        return self._combined(node, parts, shape) if len(parts) == len(given) else None
+        if not all(map(self._may_be_row, node.inputs)):
+            return None  # before the long way along the other inputs
+        parts: list[_Terms] = []
+        for each in node.inputs:
+            part = None if each is None else self.of(each)
+            if part is None:
+                return None
+            parts.append(part)
+        return self._combined(node, parts, shape)
+
+    def _may_be_row(self, value: Value | None) -> bool:
+        """Whether `value` is x, or what operators of the pattern compute."""
+        return value is self.x or (value is not None and value.producer is not None and value.producer.op in _INSIDE)
 
     def _combined(self, node: Node, parts: Sequence[_Terms], shape: tuple[int, ...]) -> _Terms | None:
         """What `node` makes of the rows `parts`, a row of `shape`."""

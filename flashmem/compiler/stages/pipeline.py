@@ -112,7 +112,9 @@ class Pipeline:
         """Programs under `options`, with a selector of their own."""
         limits = options.request
         limited = limits.budget is not None or limits.m_peak is not None
-        return cls(grouped, options, KernelSelector(options.descriptor, limits.optimize, limited=limited), earlier=earlier)
+        refused = frozenset(options.refused)
+        selector = KernelSelector(options.descriptor, limits.optimize, limited=limited, refused=refused)
+        return cls(grouped, options, selector, earlier=earlier)
 
     def attempt(self, cuts: Cuts = frozenset(), generated: Generated | None = None) -> Attempt:
         """The program with `cuts` (or `generated`, which was made with them), and its plan.

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import TEXEL_BYTES, Channel, MemoryPath
+from flashmem.compiler.ir.blocks.format import BlockFormat
 from flashmem.compiler.ir.graph import Node
 from flashmem.compiler.weights.textures import ImageLimits, Panels, cut
 from flashmem.target.descriptor import DeviceDescriptor
@@ -115,7 +116,7 @@ class Packing:
 
     `of`: what is packed: the elements or codes, or the zero points, scales or minima of blocks. With `heads`, these come before
     the codes of each `block` rows of a panel, one for each column, in the types of `heads`. With `words`, a panel is in words
-    of signed bytes (`signed_words`).
+    of signed bytes (`signed_words`). With `format`, a panel has blocks of that kind.
     """
 
     depth: int
@@ -131,6 +132,7 @@ class Packing:
     block: int = 0
     heads: tuple[Storage, ...] = ()
     words: bool = False
+    format: BlockFormat | None = None
 
     @property
     def group_panels(self) -> int:
@@ -172,6 +174,8 @@ class Packing:
     @property
     def panel_bytes(self) -> int:
         """Bytes of a panel, without the padding of an image's rows."""
+        if self.format:
+            return self.panel * self.format.row_bytes(self.depth)
         blocks = -(-self.depth // self.block) if self.heads else 0
         return self._rows * self.row_bytes + blocks * self.panel * self.head_bytes
 
@@ -224,6 +228,8 @@ class Packing:
     def _raw(self, first: int, count: int) -> int:
         """Bytes of the elements of `count` panels from panel `first` on, without the zeros beyond a group's last column."""
         columns = self._column(first + count) - self._column(first)
+        if self.format:
+            return columns * self.format.row_bytes(self.depth)
         blocks = -(-self.depth // self.block) if self.heads else 0
         return -(-self.depth * columns * self.bits // 8) + blocks * columns * self.head_bytes
 
@@ -233,7 +239,13 @@ class Packing:
         return group * self.group_columns + within * self.panel
 
     def pack(self, part: PackedSlice, columns: Columns, heads: Sequence[Columns] = ()) -> NDArray[Any]:
-        """Pack the contents of one of the weight's slices; `heads`: the columns of each head [blocks, columns]."""
+        """Pack the contents of one of the weight's slices; `heads`: the columns of each head [blocks, columns].
+
+        With `format`, the columns are bytes of blocks.
+        """
+        if self.format:
+            bounds = pairwise(map(self._column, range(part.first_panel, part.first_panel + part.panels + 1)))
+            return np.stack([self.format.pack(columns(start, stop).T, self.panel) for start, stop in bounds])
         if heads:
             return np.stack([self._with_heads(part.first_panel + i, columns, heads) for i in range(part.panels)])
         made = (self._panel(part.first_panel + i, columns) for i in range(part.panels))

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
+from flashmem.compiler.ir.blocks.constant import BlockConstant
 from flashmem.compiler.ir.graph import Constant, FileConstant, NibbleConstant, Node, Value
 from flashmem.compiler.ir.quantised import HalvedConstant, MovedConstant, QuantizedConstant
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of
@@ -51,6 +52,9 @@ def _place(constant: Constant) -> Hashable | None:
     """The identity of what is at a place of the model's file, perhaps permuted or in half; None for other constants."""
     if isinstance(constant, FileConstant | NibbleConstant):
         return constant
+    if isinstance(constant, BlockConstant):
+        source = _place(constant.data)
+        return None if source is None else (constant.format.name, source)
     if isinstance(constant, HalvedConstant | MovedConstant):
         source = _place(constant.source)
         return None if source is None else (type(constant), source, constant.shape, getattr(constant, "perm", None))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.pages import page_size
 from flashmem.bundle.checksums import checksum
-from flashmem.program.program import SMALL_OUTPUT, copied_outputs, output_bytes, scratch_bytes
+from flashmem.program.program import SMALL_OUTPUT, Program, copied_outputs, output_bytes, scratch_bytes
 from flashmem.program.tensors import Port, Tensor, array_bytes, numpy_dtype
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.given_arrays import Input
@@ -27,6 +27,13 @@ from flashmem.runtime.opencl.handles import Buffer, Event
 Array = NDArray[Any]
 
 _ZERO = np.zeros(1, np.int32)
+
+
+def _used_by_host(program: Program) -> set[str | None]:
+    """The tensors that the host reads or writes between launches; None may be among them."""
+    names = {port.tensor for port in (*program.inputs, *program.outputs)}
+    names |= {gather.tensor for gather in program.host_embeddings} | {program.status}
+    return names | {port.count for port in program.outputs}
 
 
 class Activations:
@@ -73,9 +80,7 @@ class Activations:
             self._in_place = beside._in_place
         assert self.arena is not None
         self.enter(queue)
-        names = {port.tensor for port in (*program.inputs, *program.outputs)}
-        names |= {gather.tensor for gather in program.host_embeddings} | {program.status}
-        names |= {port.count for port in program.outputs}
+        names = _used_by_host(program)
         self._ports = {
             name: ledger.part("arena", self.arena, tensor.offset, tensor.nbytes)
             for name, tensor in opened.tensors.items()

@@ -46,31 +46,42 @@ def looped(
     counts = _counts(inputs, [ports for ports, _ in variants])
     if not counts:
         return run(inputs)
-    (first, rows), *others = counts.items()
-    for name, count in others:
-        if count != rows:
-            raise ValueError(f"input {first!r} has {rows} rows and input {name!r} has {count}; a batch has as many in each")
+    rows = _equal(counts)
     arrays: dict[str, Array] = {name: on_host(value) for name, value in inputs.items()}
     row = {name: np.empty((1, *array.shape[1:]), array.dtype) if name in counts else array for name, array in arrays.items()}
     ports = {port.name: port for port in variants[fitting_variant([each for each, _ in variants], row)][1]}
-    names = chosen_outputs(list(ports.values()), output_names)
-    for name in names:
-        if ports[name].shape[:1] != (1,):
-            raise ValueError(
-                f"output {name!r} has shape {ports[name].shape}, and batch='loop' stacks outputs whose first size is 1; "
-                "name other outputs, or leave batch out"
-            )
-        if ports[name].count is not None:
-            raise ValueError(
-                f"output {name!r} has a size that depends on data, and batch='loop' stacks outputs of equal shapes; name other "
-                "outputs, or leave batch out"
-            )
-    stacked = [np.empty((rows, *ports[name].shape[1:]), numpy_dtype(ports[name].dtype)) for name in names]
+    wanted = [ports[name] for name in chosen_outputs(list(ports.values()), output_names)]
+    _check_stackable(wanted)
+    stacked = [np.empty((rows, *port.shape[1:]), numpy_dtype(port.dtype)) for port in wanted]
     for number in range(rows):
         one = {name: array[number : number + 1] if name in counts else array for name, array in arrays.items()}
         for whole, part in zip(stacked, run(one), strict=True):
             whole[number : number + 1] = part
     return stacked
+
+
+def _check_stackable(outputs: Sequence[Port]) -> None:
+    """Raise ValueError for an output whose rows cannot be stacked."""
+    for port in outputs:
+        if port.shape[:1] != (1,):
+            raise ValueError(
+                f"output {port.name!r} has shape {port.shape}, and batch='loop' stacks outputs whose first size is 1; "
+                "name other outputs, or leave batch out"
+            )
+        if port.count is not None:
+            raise ValueError(
+                f"output {port.name!r} has a size that depends on data, and batch='loop' stacks outputs of equal shapes; name "
+                "other outputs, or leave batch out"
+            )
+
+
+def _equal(counts: Mapping[str, int]) -> int:
+    """The rows of all inputs in `counts`. Raises ValueError if they differ."""
+    (first, rows), *others = counts.items()
+    for name, count in others:
+        if count != rows:
+            raise ValueError(f"input {first!r} has {rows} rows and input {name!r} has {count}; a batch has as many in each")
+    return rows
 
 
 def _counts(inputs: Mapping[str, Input], variants: Sequence[Sequence[Port]]) -> dict[str, int]:

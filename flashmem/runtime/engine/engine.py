@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from time import perf_counter
 from types import MappingProxyType, TracebackType
 from typing import Any, final
@@ -32,7 +33,8 @@ from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.runtime.engine.run import Executed, Run, RunMemory
 from flashmem.runtime.engine.stopping import UNCONTROLLED, RunControl, RunStoppedError
-from flashmem.schedule.loads import Load, Schedule, TimedInterval
+from flashmem.runtime.memory.ledger import Ledger
+from flashmem.schedule.loads import Load, Schedule
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 
 Array = NDArray[Any]
@@ -139,42 +141,35 @@ class Engine:
             bound.activations.write_inputs(inputs)
         if not memory.halts or not again:
             inputs.clear()  # the caller may have dropped its references
-        loads: Sequence[TimedInterval] = ()
-        nbytes = 0
-        layers: list[TimedInterval] = []
-        read: dict[str, Array] = {}
-        done = 0
-        while True:
-            executed = self._execute([*wanted, *keeping], kept, done, memory, control)
-            loads = executed.loads if not nbytes else (*loads, *executed.loads)
-            nbytes += executed.nbytes
-            layers += executed.layers
-            read |= executed.read
-            done = executed.done
-            if done == len(program.launches):
-                break
+        executed = self._execute([*wanted, *keeping], kept, 0, memory, control)
+        while executed.done < len(program.launches):
             if control.stops():
-                self._clear_stopped(done)
+                self._clear_stopped(executed.done)
                 raise RequestError(RunStoppedError("the run was stopped"))
             memory.give_way()
             if again:  # the copies that kernels made before are overwritten
-                done, read = 0, {}
+                executed = replace(executed, done=0, read={})
                 bound.activations.write_inputs(inputs)
+            executed = self._execute([*wanted, *keeping], kept, executed.done, memory, control).after(executed)
         with _OF_THE_REQUEST:
             bound.activations.check_status()
-        results = bound.activations.outputs(wanted, read)
+        results = bound.activations.outputs(wanted, executed.read)
         self.left = bound.activations.left(results.keys())
         if bound.opened.tier is not None:
             bound.opened.tier.begin()
+        return [results[name] for name in names], self._report(executed, bound.ledger, host, since)
+
+    def _report(self, executed: Executed, ledger: Ledger, host: Ledger | None, since: float) -> RunReport:
+        """About a run that ends now."""
         ended, init, device = perf_counter(), self.opening_seconds, self.device
-        use = MemoryUse.of(bound.ledger, ended, device.budget.limit, device.start_rss, host)
+        use = MemoryUse.of(ledger, ended, device.budget.limit, device.start_rss, host)
         latency = Latency(init + ended - since, init, ended - since)
         self.opening_seconds = 0.0
         direct = self.opened.file.direct
         before, self._direct_bytes = self._direct_bytes, direct.nbytes
         directly = self._direct_bytes - before
-        report = RunReport(latency, use, loads, tuple(layers), self.steady, ended, directly, direct.refused, nbytes)
-        return [results[name] for name in names], report
+        loads, layers, nbytes = executed.loads, executed.layers, executed.nbytes
+        return RunReport(latency, use, loads, layers, self.steady, ended, directly, direct.refused, nbytes)
 
     def later_outputs(self, names: Sequence[str]) -> dict[str, Array]:
         """Outputs of the last run that are `left`, by name; none is afterwards.

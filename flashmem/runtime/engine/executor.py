@@ -119,45 +119,74 @@ class Streamed:
 
     def _enqueue(self, parts: Sequence[Part], orders: LaunchOrders, trace: Trace | None = None) -> int:
         """Enqueue the parts, and wait for their end. Returns the last step."""
-        prepared, queue, spacing, loader = self._prepared, self._prepared.queue, self._spacing, orders.loader
-        check, halted, after, waking = orders.check, orders.halted, orders.after, orders.wakes
-        follows, alone = orders.copies_follow, orders.launches_alone
-        last, submitted = len(prepared.steps), orders.done  # the last step; the last one that the device knows of
-        window = LaunchWindow(spacing, orders)
-        gate = SliceGate(self._slices, window, loader)
+        prepared, queue, check, halted, after = self._prepared, self._prepared.queue, orders.check, orders.halted, orders.after
+        last, waking = len(prepared.steps), orders.wakes
+        window = LaunchWindow(self._spacing, orders)
+        enqueued = _Enqueued(queue, last, orders, window, self._spacing)
+        gate = SliceGate(self._slices, window, orders.loader)
         for part in parts:
             if halted is not None and part.may_halt and halted():
                 return window.finish(queue, part.first - 1)
-            layer, needs, launches = part.last, part.needs, part.launches
-            wakes = layer in waking
-            if not (launches or needs or wakes or trace is not None or layer in after or layer == last):
+            layer, needs = part.last, part.needs
+            if not (part.launches or needs or layer in waking or trace is not None or layer in after or layer == last):
                 continue  # a later launch does its work
             if check is not None:
                 check()
-            if not alone:
-                window.retire_ended()  # loads begin at their release times
-            waited_for = gate.enter(needs, flushed=submitted == part.first - 1) if needs else ""
-            if trace is not None:
-                event = trace.launch(queue, prepared.steps[layer - 1].name, launches, waited_for, flush=wakes and follows)
-                window.add(layer, event)
-            elif part.recording is not None:
-                event, submitted = queue.play(part.recording), layer
-                window.add(layer, event)
-            elif wakes or layer >= submitted + spacing.layers or layer == last:
-                event, submitted = queue.launch_with_event(launches, alone=alone), layer
-                if not follows or layer >= window.last + spacing.layers or layer == last:
-                    window.add(layer, event)
+            window.retire_ended()  # loads begin at their release times
+            waited_for = gate.enter(needs, flushed=enqueued.submitted == part.first - 1) if needs else ""
+            if trace is None:
+                enqueued.add(part, is_first=part is parts[0])
             else:
-                queue.launch_all(launches, alone=alone)
-                if part is parts[0]:
-                    queue.flush()  # the device begins
-            if loader is not None and follows and wakes:
-                loader.launched(layer, event)
+                enqueued.add_traced(part, trace, prepared.steps[layer - 1].name, waited_for)
             if layer in after:
                 after[layer]()
             window.retire_far_from(layer)
         window.retire_all()
         return last
+
+
+class _Enqueued:
+    """The launches of a run on their queue, with an event where something waits for one. `submitted`: the last launch that the
+    device knows of.
+    """
+
+    def __init__(self, queue: Queue, last: int, orders: LaunchOrders, window: LaunchWindow, spacing: Spacing) -> None:
+        self._queue, self._last, self._window, self._spacing = queue, last, window, spacing
+        self._waking, self._follows, self._alone = orders.wakes, orders.copies_follow, orders.launches_alone
+        self._loader = orders.loader
+        self.submitted = orders.done
+
+    def add(self, part: Part, *, is_first: bool) -> None:
+        """Enqueue a part."""
+        layer, apart, window = part.last, self._spacing.layers, self._window
+        wakes, is_last = layer in self._waking, layer == self._last
+        if part.recording is not None:
+            event = self._queue.play(part.recording)
+            self.submitted = layer
+            window.add(layer, event)
+        elif wakes or is_last or layer >= self.submitted + apart:
+            event = self._queue.launch_with_event(part.launches, alone=self._alone)
+            self.submitted = layer
+            if not self._follows or is_last or layer >= window.last + apart:
+                window.add(layer, event)
+        else:
+            self._queue.launch_all(part.launches, alone=self._alone)
+            if is_first:
+                self._queue.flush()  # the device begins
+            return
+        self._tell_loader(layer, event)
+
+    def add_traced(self, part: Part, trace: Trace, name: str, waited_for: str) -> None:
+        """Enqueue a part, each launch with an event."""
+        flush = self._follows and part.last in self._waking
+        event = trace.launch(self._queue, name, part.launches, waited_for, flush=flush)
+        self._window.add(part.last, event)
+        self._tell_loader(part.last, event)
+
+    def _tell_loader(self, layer: int, event: LaunchEvent) -> None:
+        """Tell who loads behind this launch."""
+        if self._loader is not None and self._follows and layer in self._waking:
+            self._loader.launched(layer, event)
 
 
 class Recorded(Streamed):

@@ -79,7 +79,7 @@ class LaunchWindow:
     """
 
     def __init__(self, spacing: Spacing, orders: LaunchOrders) -> None:
-        self._spacing, self._loader = spacing, orders.loader
+        self._spacing, self._loader, self._alone = spacing, orders.loader, orders.launches_alone
         self._flying: deque[tuple[int, LaunchEvent]] = deque()
         self.last = self._done = orders.done
         self._since = perf_counter()  # when `_done` was complete
@@ -99,8 +99,8 @@ class LaunchWindow:
             self._loader.layer_done(layer)
 
     def retire_ended(self) -> None:
-        """Report the launches that have ended, which releases loads."""
-        while self._flying and has_ended(self._flying[0][1]):
+        """Report the launches that have ended, which releases loads; not where each launch is alone."""
+        while not self._alone and self._flying and has_ended(self._flying[0][1]):
             self._retire()
 
     def retire_far_from(self, layer: int) -> None:

@@ -40,12 +40,7 @@ from flashmem.schedule.shared_memory import PlacedVariant, shared_layouts
 
 def program_on(program: Program, device: Device) -> Program:
     """`program` as `device` runs it: outputs are copied unless kernels use host memory."""
-    return program if uses_host_memory(device) or not program.hands_over else replace(program, hands_over=False)
-
-
-def uses_host_memory(device: Device) -> bool:
-    """Whether kernels use host memory directly."""
-    return device.uses_host_memory
+    return program if device.uses_host_memory or not program.hands_over else replace(program, hands_over=False)
 
 
 class OpenedBundle:
@@ -83,7 +78,7 @@ class OpenedBundle:
         self.transfer: TransferKind = MODES[mode]
         self.tier = tier
         self._device, self._verify_weights = device, verify_weights
-        self.uses_host_memory = uses_host_memory(device)
+        self.uses_host_memory = device.uses_host_memory
         self.slices = {part.name: part for part in program.slices}
         self.readable = program.readable()
         self.together = {part: self.readable[joined.name] for joined in program.joined for part in joined.parts}

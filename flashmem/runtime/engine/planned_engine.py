@@ -11,6 +11,7 @@ from flashmem.base.errors import BudgetError, RunError
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.given_arrays import Input, arrays_by_name
+from flashmem.runtime.engine.opened import PlannedVariant
 from flashmem.runtime.engine.output_values import OutputValue
 from flashmem.runtime.engine.ports import are_exactly, chosen_outputs, fitting_variant
 from flashmem.runtime.engine.report import RunReport
@@ -68,39 +69,55 @@ class PlannedEngine:
             RunStoppedError: `control` ended it.
             RunError: it failed.
         """
-        engine, plans = self.engine, self.plans
-        if engine.failure is not None:
-            raise RunError(f"the session is closed ({engine.failure}); open a new one")
+        if self.engine.failure is not None:
+            raise RunError(f"the session is closed ({self.engine.failure}); open a new one")
         if control.stops():
             raise RunStoppedError("the run was stopped before it began")
-        program = plans.ready.program
+        program = self.plans.ready.program
         names = [] if kept_names and output_names == [] else chosen_outputs(program.outputs, output_names)
         kept_names = chosen_outputs(program.outputs, kept_names) if kept_names else []
-        if are_exactly(plans.ready.takes, inputs):  # as in the last run
-            given, fitting = dict[str, Input](inputs), plans.ready
-        else:
-            given = arrays_by_name(inputs, program.inputs)
-            fitting = plans.variants[fitting_variant([each.program.inputs for each in plans.variants], given)]
+        variant, given = self._fitting(inputs)
         if program.states:
             self.states.check_whole(state.name for state in program.states)
         if self.check is not None:
             self.check.warn()
         try:
-            if fitting is not plans.ready:
-                engine.change_variant(engine.opened.variant(fitting.bundle), fitting.plan, fitting.layout)
-                plans.ready = fitting
-            on_device = engine.values_on_device(kept_names, plans.needed) if kept_names else {}
-            every = [*names, *(name for name in kept_names if name not in on_device)]
-            results, self.last_run = engine.run(every, given, self._memory, control, since=since, kept=on_device)
-            if self._prefetches:
-                engine.prefetch()
-            if self.check is not None:
-                self.check.begin()
+            return self._run(variant, given, names, kept_names, control, since)
         except BaseException as error:
-            failure = engine.failed(error)
+            failure = self.engine.failed(error)
             if failure is error:
                 raise
             raise failure from failure.__cause__
+
+    def _fitting(self, inputs: Mapping[str, Any]) -> tuple[PlannedVariant, dict[str, Input]]:
+        """The shape variant for these inputs, and the inputs as it takes them. Raises ValueError."""
+        plans = self.plans
+        if are_exactly(plans.ready.takes, inputs):  # as in the last run
+            return plans.ready, dict[str, Input](inputs)
+        given = arrays_by_name(inputs, plans.ready.program.inputs)
+        return plans.variants[fitting_variant([each.program.inputs for each in plans.variants], given)], given
+
+    def _run(
+        self,
+        variant: PlannedVariant,
+        given: dict[str, Input],
+        names: Sequence[str],
+        kept_names: Sequence[str],
+        control: RunControl,
+        since: float,
+    ) -> tuple[list[Array], list[OutputValue]]:
+        """See `run`; any failure of it is one of the engine."""
+        engine, plans = self.engine, self.plans
+        if variant is not plans.ready:
+            engine.change_variant(engine.opened.variant(variant.bundle), variant.plan, variant.layout)
+            plans.ready = variant
+        on_device = engine.values_on_device(kept_names, plans.needed) if kept_names else {}
+        every = [*names, *(name for name in kept_names if name not in on_device)]
+        results, self.last_run = engine.run(every, given, self._memory, control, since=since, kept=on_device)
+        if self._prefetches:
+            engine.prefetch()
+        if self.check is not None:
+            self.check.begin()
         if not kept_names:
             return results, []
         in_host = dict(zip(every, results, strict=True))

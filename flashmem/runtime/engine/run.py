@@ -39,8 +39,14 @@ class Executed:
     loads: Sequence[TimedInterval]
     nbytes: int
     layers: tuple[TimedInterval, ...]
-    read: Mapping[str, Array]
+    read: dict[str, Array]
     done: int
+
+    def after(self, before: Executed) -> Executed:
+        """Both parts of a run."""
+        loads = (*before.loads, *self.loads) if before.nbytes else self.loads  # times are asked for as late as possible
+        layers = before.layers + self.layers
+        return Executed(loads, before.nbytes + self.nbytes, layers, before.read | self.read, self.done)
 
 
 class Run:
@@ -105,12 +111,7 @@ class Run:
                     arrays[port.name], event = bound.activations.read_later(port)
                 reading.append(event)
 
-        by_layer: dict[int, list[Port]] = {}
-        for port in outputs:
-            enqueued = port.name in kept or port.ready is not None or bound.activations.can_read_later(port)
-            if port.tensor is not None and enqueued:
-                by_layer.setdefault(port.ready or len(bound.opened.program.launches), []).append(port)
-        after = {layer: partial(read, ports) for layer, ports in by_layer.items()}
+        after = {layer: partial(read, ports) for layer, ports in self._read_after(outputs, kept).items()}
         check = bound.weights.check_files if bound.weights.transfer.in_place else None
         try:
             executor = bound.kernels.ready_executor()
@@ -128,6 +129,15 @@ class Run:
         else:
             nbytes = sum(load.nbytes for load in loads)
         return Executed(loads, nbytes, layers, arrays, done)
+
+    def _read_after(self, outputs: Sequence[Port], kept: Mapping[str, OutputValue]) -> dict[int, list[Port]]:
+        """The outputs whose reads or copies are enqueued behind a launch, by launch."""
+        by_layer: dict[int, list[Port]] = {}
+        for port in outputs:
+            enqueued = port.name in kept or port.ready is not None or self.bound.activations.can_read_later(port)
+            if port.tensor is not None and enqueued:
+                by_layer.setdefault(port.ready or len(self.bound.opened.program.launches), []).append(port)
+        return by_layer
 
     def stop(self) -> None:
         """End the loads. Raises RunError if one failed."""

@@ -11,8 +11,7 @@ from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.streaming.modes import make_transfer
-from flashmem.runtime.streaming.modes.request import TransferRequest
-from flashmem.runtime.streaming.transfer import Transfer
+from flashmem.runtime.streaming.transfer import Transfer, TransferRequest
 from flashmem.schedule.loads import Schedule, scheduled, staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import share_places
@@ -64,8 +63,8 @@ class WeightStore:
                 opened.together,
                 after,
                 opened.tier,
+                opened.checksums,
             ),
-            opened.checksums,
         )
 
     @property

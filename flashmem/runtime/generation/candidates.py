@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,8 @@ class Candidates:
     read: Callable[[], Array]
 
 
-def rows_of(output: Array, temperatures: Sequence[float], read: Callable[[], Array]) -> list[Candidates]:
-    """The candidates in the rows of `output`, int32 [rows, 2 k + 1], whose sums have these temperatures.
+def rows_of(output: Array, temperature: float, read: Callable[[], Array]) -> list[Candidates]:
+    """The candidates in the rows of `output`, int32 [rows, 2 k + 1], whose sums have this temperature.
 
     `read` returns all logits [rows, vocabulary].
     """
@@ -41,6 +41,6 @@ def rows_of(output: Array, temperatures: Sequence[float], read: Callable[[], Arr
 
     def row(number: int) -> Candidates:
         numbers = output[number, kept:].view(np.float32)
-        return Candidates(output[number, :kept], numbers[:-1], float(numbers[-1]), temperatures[number], lambda: read()[number])
+        return Candidates(output[number, :kept], numbers[:-1], float(numbers[-1]), temperature, lambda: read()[number])
 
     return [row(number) for number in range(len(output))]

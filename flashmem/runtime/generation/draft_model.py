@@ -1,7 +1,7 @@
 """Speculation by a small model: it drafts what a large one checks, which loads its weights once for several tokens.
 
 Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding"; here a draft is the small model's likeliest
-tokens, and the large model's sampler decides (`flashmem.runtime.generation.steps`).
+tokens, and the large model's sampler decides (`flashmem.runtime.generation.scheduler`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import UNUSED, Language
 from flashmem.runtime.engine.opened import planned_variant
 from flashmem.runtime.engine.replanned import fitted
-from flashmem.runtime.generation.language_session import LanguageSession
+from flashmem.runtime.generation.language_session import LanguageSession, RowPart
 from flashmem.runtime.request.options import choose_strategy, device_here
 
 
@@ -35,14 +35,15 @@ class DraftModel:
 
         None if the cache has no room for them, or if the text has a token that this model lacks.
         """
-        model, count = self._model, len(self._tokens)
+        model, count, text = self._model, len(self._tokens), [*self._tokens]
         if not self._knows_all or count + most > model.language.max_length:
             return []
-        found = [int(model.read(self._tokens, model.reusable(self._tokens)).tokens[0])]
-        while len(found) < most and found[-1] not in model.language.ends:
-            [after] = model.run(found[-1:], len(model.cached))
-            found.append(int(after.tokens[0]))
-        return found
+        del model.cached[0][model.reusable(0, text) :]
+        while len(text) == count or (len(text) < count + most and text[-1] not in model.language.ends):
+            found = model.run({0: RowPart(*model.next_part(0, text))})
+            if len(model.cached[0]) == len(text):
+                text.append(int(found[0][-1].tokens[0]))
+        return text[count:]
 
 
 def check_same_tokens(model: Language, draft: Language) -> None:

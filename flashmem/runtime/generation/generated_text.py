@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -11,6 +11,7 @@ from flashmem.bundle.language import Language
 from flashmem.runtime.generation.candidates import Candidates
 from flashmem.runtime.generation.options import TextRequest
 from flashmem.runtime.generation.sampling import Sampler
+from flashmem.runtime.generation.speculation import Drafts
 from flashmem.runtime.generation.stops import Stops
 from flashmem.runtime.generation.tokenizer import Tokenizer
 
@@ -37,26 +38,47 @@ class GenerationReport:
     ended: bool
 
 
+Piece = str | Exception | None
+"""A piece of a text, or what ended it before its end, or None at the end."""
+
+
 class GeneratedText:
     """The text after a prompt, token by token, and what it took.
 
     Attributes:
         tokens: of the prompt, then those generated; the next run reads the last one.
         prompt: the number of tokens of the prompt.
-        reused: how many of these were in the cache; set it.
+        reused: how many of these were in the cache.
+        drafts: proposes tokens that the next run checks; None without speculation.
+        draft: what the run under way checks.
+        drafted: tokens of drafts, of which `accepted` were right.
+        peak_bytes: memory that the budget counts, in the last run.
         count: tokens generated so far.
         is_over: no further token is needed.
+        is_cancelled: it has ended before that.
         ended: by the model, or at a stop text.
         summed_at: see `Sampler`.
     """
 
-    def __init__(self, language: Language, tokenizer: Tokenizer, request: TextRequest, prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        language: Language,
+        tokenizer: Tokenizer,
+        request: TextRequest,
+        prompt: Sequence[int],
+        put: Callable[[Piece], None],
+        drafts: Drafts | None = None,
+    ) -> None:
+        """`put` gets the pieces."""
         self._language, self._tokenizer, self._most = language, tokenizer, request.max_new_tokens
         self._sampler, self._stops = Sampler(request.sampling), Stops(request.stop)
         self._text_of = codecs.getincrementaldecoder("utf-8")("replace")
+        self._put, self.drafts = put, drafts
+        self.draft = list[int]()
         self.summed_at = self._sampler.summed_at
-        self.tokens, self.prompt, self.reused = list(prompt), len(prompt), 0
-        self.count, self.is_over, self.ended = 0, False, False
+        self.tokens, self.prompt = list(prompt), len(prompt)
+        self.reused = self.drafted = self.accepted = self.peak_bytes = self.count = 0
+        self.is_over = self.is_cancelled = self.ended = False
         self._first_seconds = self._later_seconds = 0.0
         self._later_bytes = 0
         self.resume()
@@ -65,8 +87,8 @@ class GeneratedText:
         """Count time from now on: what was before is not of this text, nor of its last token."""
         self._since = perf_counter()
 
-    def follow(self, candidates: Candidates, nbytes: int) -> str:
-        """Choose the next token, after runs that loaded `nbytes` for it; returns the text that can be shown now.
+    def follow(self, candidates: Candidates, nbytes: int) -> None:
+        """Choose the next token, after runs that loaded `nbytes` for it; puts the text that can be shown now.
 
         Raises:
             RunError: the logits are not numbers, or cannot be read.
@@ -79,10 +101,15 @@ class GeneratedText:
         else:
             self._later_seconds += seconds
             self._later_bytes += nbytes
-        if not self.is_over:
+        if self.is_over:
+            text += self._stops.rest(self._text_of.decode(b"", final=True))
+        else:
             self.tokens.append(token)
         self.resume()
-        return text
+        if text:
+            self._put(text)
+        if self.is_over:
+            self._put(None)
 
     def _shown(self, token: int) -> str:
         """The text that can be shown with a chosen token."""
@@ -95,12 +122,18 @@ class GeneratedText:
         self.is_over = self.ended or len(self.tokens) == self._language.max_length or self.count == self._most
         return text
 
-    def rest(self) -> str:
-        """The text that was held back, at the end."""
-        return self._stops.rest(self._text_of.decode(b"", final=True))
+    def cancel(self) -> None:
+        """Ask for its end; from any thread. Who waits for a piece gets the end."""
+        self.is_cancelled = True
+        self._put(None)
 
-    def report(self, peak_bytes: int, drafted: int = 0, accepted: int = 0) -> GenerationReport:
-        """The report about it; the arguments are fields of it."""
+    def fail(self, error: Exception) -> None:
+        """End it with an error."""
+        self.is_cancelled = True
+        self._put(error)
+
+    def report(self) -> GenerationReport:
+        """The report about it so far."""
         later = max(1, self.count - 1)
         return GenerationReport(
             prompt=self.prompt,
@@ -109,8 +142,8 @@ class GeneratedText:
             first_seconds=self._first_seconds,
             token_seconds=self._later_seconds / later,
             token_bytes=self._later_bytes // later,
-            drafted=drafted,
-            accepted=accepted,
-            peak_bytes=peak_bytes,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            peak_bytes=self.peak_bytes,
             ended=self.ended,
         )

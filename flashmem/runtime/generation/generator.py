@@ -1,29 +1,23 @@
-"""Text generation: a session whose states are the cache of keys and values, one token after the other."""
+"""Text generation, one text at a time, by the thread that asks for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Unpack
 
-from flashmem.base.errors import RunError, UserError
-from flashmem.bundle.bundle import Bundle
+from flashmem.base.errors import RunError
 from flashmem.request.description import initialised_by
-from flashmem.request.opening import GeneratorCall, SessionRequest
+from flashmem.request.opening import GeneratorCall
 from flashmem.runtime.generation.conversation import Message, model_key, read_conversation, write_conversation
-from flashmem.runtime.generation.draft_model import DraftModel, check_same_tokens, needed_bytes
-from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport
-from flashmem.runtime.generation.language_session import LanguageSession
-from flashmem.runtime.generation.options import TextOptions, TextRequest
-from flashmem.runtime.generation.prompts import Prompt, tokens_of
-from flashmem.runtime.generation.speculation import Drafter, Lookup, Payoff
-from flashmem.runtime.generation.steps import Steps
-from flashmem.runtime.generation.tokenizer import Tokenizer
+from flashmem.runtime.generation.generated_text import GeneratedText, GenerationReport, Piece
+from flashmem.runtime.generation.options import TextOptions
+from flashmem.runtime.generation.prompts import Prompt
+from flashmem.runtime.generation.text_model import TextModel
 
 
-class Generator:
+class Generator(TextModel):
     """Generates text with a language model. A context manager; not for several threads at once.
 
     The cache keeps what was read and generated. Of a prompt that begins in the same way, only the rest is read.
@@ -37,27 +31,9 @@ class Generator:
             UserError: no bundle, or one of another model; other tokens; and the errors of `Session`.
             RunError: the device refuses.
         """
-        self._draft, self._draft_bytes = None, 0
-        if call.draft is not None and call.process_memory is not None:
-            raise UserError("the process memory is for one model; give a budget for a model with a draft")
-        opening = call.given_as(SessionRequest)
-        with ExitStack() as opened:
-            if call.draft is not None:
-                draft = call.draft if isinstance(call.draft, Bundle) else Bundle.open(call.draft)
-                self._draft_bytes = needed_bytes(draft, call.device)
-                small = SessionRequest(device=call.device, budget=self._draft_bytes)
-                self._draft = opened.enter_context(LanguageSession(draft, small))
-                if call.budget is not None:
-                    opening = opening.replace(budget=max(0, call.budget - self._draft_bytes))
-            self._model = opened.enter_context(LanguageSession(call.bundle, opening))
-            if self._draft is not None:
-                check_same_tokens(self._model.language, self._draft.language)
-            self._opened = opened.pop_all()
-        self.language = self._model.language
-        self.tokenizer = Tokenizer(self.language)
-        self._payoffs = Payoff(), Payoff()  # of drafts from the text, and of those of the draft model
+        super().__init__(call, most_rows=1)
         self.last: GenerationReport | None = None  # of the last generation that ended
-        self._text = object()  # another one for each text
+        self._current: GeneratedText | None = None
 
     def generate(self, prompt: Prompt, *, speculate: bool = True, **options: Unpack[TextOptions]) -> Iterator[str]:
         """Continue a text, or answer a conversation; yields the new text in pieces, as it is generated.
@@ -79,13 +55,8 @@ class Generator:
                 that the chat template does not take.
             RunError: a run fails, or gives no numbers. Or another text has begun since.
         """
-        request = TextRequest.resolved(self.language.sampling, **options)
-        tokens = self.tokens_of(prompt, request.template_arguments)
-        return self._generated(GeneratedText(self.language, self.tokenizer, request, tokens), speculate)
-
-    def tokens_of(self, prompt: Prompt, template_arguments: Mapping[str, Any] | None = None) -> list[int]:
-        """The tokens of a prompt, as `generate` reads them. Raises UserError."""
-        return tokens_of(prompt, self.language, self.tokenizer, template_arguments)
+        pieces = deque[Piece]()
+        return self._generated(self._text(prompt, pieces.append, speculate, **options), pieces)
 
     def save(self, path: str | Path, messages: Sequence[Message] = ()) -> None:
         """Save the cache, and the `messages` of its conversation, to a file (.npz), whole or not at all.
@@ -103,56 +74,48 @@ class Generator:
             UserError: the file is damaged, or of another model.
             RunError: the device fails.
         """
-        model, length = self._model, self.language.max_length
-        model.cached = []
-        model.cached, messages = read_conversation(Path(path), model_key(model.bundle), length, model.session)
+        model = self._model
+        self._begin(None)
+        self._cached.clear()
+        tokens, messages = read_conversation(Path(path), model_key(model.bundle), self.language.max_length, model.session)
+        self._cached.extend(tokens)
         return messages
 
-    def _generated(self, made: GeneratedText, speculate: bool) -> Iterator[str]:
-        mine, model = object(), self._model
-        self._text = mine
-        made.resume()
-        made.reused = model.reusable(made.tokens)
-        drafters: list[Drafter] = [Lookup(), *([DraftModel(self._draft)] if self._draft is not None else [])]
-        steps = Steps(model, [*zip(drafters, self._payoffs, strict=False)] if speculate else [])
-        model.temperature = made.summed_at
+    def _generated(self, text: GeneratedText, pieces: deque[Piece]) -> Iterator[str]:
+        self._begin(text)
         try:
-            candidates = model.read(made.tokens, made.reused)
-            while True:
-                if text := made.follow(candidates, steps.nbytes):
-                    yield text
-                    self._check_current(mine)
-                    made.resume()
-                if made.is_over:
-                    break
-                candidates = steps.after(made.tokens[-1])
-            if text := made.rest():
-                yield text
+            while not text.is_over:
+                text.resume()
+                self._scheduler.admit()
+                self._scheduler.step()
+                while pieces:
+                    piece = pieces.popleft()
+                    if isinstance(piece, Exception):
+                        raise piece
+                    if piece is not None:
+                        yield piece
+                    self._check_current(text)
         finally:
-            if mine is self._text:  # else a later text uses the model, and its report is `last`
-                steps.finish()
-                run = model.session.last_run
-                peak_bytes = (run.memory.peak_bytes if run is not None else 0) + self._draft_bytes
-                self.last = made.report(peak_bytes, steps.drafted, steps.accepted)
+            text.is_cancelled = True
+            if text is self._current:  # else a later text uses the model, and its report is `last`
+                self.last = text.report()
 
-    def _check_current(self, text: object) -> None:
+    def _begin(self, text: GeneratedText | None) -> None:
+        """End the text under way, and begin another one."""
+        if self._current is not None:
+            self._current.is_cancelled = True
+        self._current = text
+        if text is not None:
+            self._scheduler.add(text)
+
+    def _check_current(self, text: GeneratedText) -> None:
         """Raise RunError if another text has begun."""
-        if text is not self._text:
+        if text is not self._current:
             raise RunError(
                 "another text was begun with this generator before this one had ended; end a text first, or open another "
                 "Generator (a BatchGenerator makes several at a time)"
             )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the session, and that of the draft model."""
-        self._opened.close()
-
     @property
     def _cached(self) -> list[int]:
-        return self._model.cached
+        return self._model.cached[0]

@@ -1,89 +1,120 @@
-"""A session of a language model, and the tokens in its cache: reads further tokens, and gives candidates for the next one."""
+"""A session of a language model, and the tokens in the rows of its cache: runs of some rows, and the candidates after them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.bundle.bundle import Bundle
-from flashmem.bundle.language import CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL, Language
+from flashmem.bundle.language import BATCH_TOKENS, CANDIDATES, IDS, LOGITS, TEMPERATURE, TOTAL, Language
 from flashmem.program.program import Program
 from flashmem.request.opening import SessionRequest
-from flashmem.runtime.generation.candidates import Candidates, rows_of
-from flashmem.runtime.request.models import bundle_for
+from flashmem.runtime.generation.candidates import Array, Candidates, rows_of
 from flashmem.runtime.session import Session
 
 _FEW = 4
-"""So many last tokens of a prompt are read one by one, and more in a run that reads others again."""
+"""So many last tokens of a prompt are read one by one, and more in a run that reads others again. In a batch only one is."""
+
+
+class RowPart(NamedTuple):
+    """What a run reads in a row: tokens from the position `start` on; `temperature`: of the sums in candidates, above 0."""
+
+    start: int
+    tokens: list[int]
+    temperature: float = 1.0
 
 
 class LanguageSession:
     """A language model on a device. A context manager; not for several threads at once.
 
-    `cached`: the tokens in its cache. `temperature`: of the sums in candidates, a normal float32 above 0.
+    A run reads as many tokens in each row of the cache. A row that takes no part in it reads tokens that mean nothing, at
+    places behind its own, which it overwrites before it sees them. So what a row computes does not depend on the others.
+
+    Attributes:
+        cached: the tokens in the cache of each row.
+        lengths: tokens that a run can read in a row, the most first.
     """
 
-    def __init__(self, bundle: Bundle | str | Path, opening: SessionRequest) -> None:
+    def __init__(self, bundle: Bundle, opening: SessionRequest) -> None:
         """Open a session.
 
         Raises:
-            UserError: no bundle, or one of another model; and the errors of `Session`.
+            UserError: no language model; and the errors of `Session`.
             RunError: the device refuses.
         """
-        self.bundle = bundle_for(bundle, opening, build=True)
-        self.language = language_of(self.bundle)
-        if (rows := rows_in(self.bundle)) > 1:
-            raise UserError(
-                f"{self.bundle.path} answers {rows} requests at a time; open it with flashmem.BatchGenerator or flashmem "
-                "serve, or compile the model without --batch"
-            )
-        self.cached: list[int] = []
-        self.temperature = 1.0
-        self.lengths = sorted((_tokens(each.program)[1] for each in self.bundle.variants), reverse=True)
-        """Tokens that a run can read, the most first."""
-        self.session = Session(self.bundle, **opening.of_session)
+        self.bundle = bundle
+        self.language = language_of(bundle)
+        rows = rows_in(bundle)
+        self.cached: list[list[int]] = [[] for _ in range(rows)]
+        self.lengths = sorted((_shape(each.program, IDS)[1] for each in bundle.variants), reverse=True)
+        self._is_batch = rows > 1
+        self._of_rows = _shape(bundle.program, TOTAL)
+        self.session = Session(bundle, **opening.of_session)
 
-    def reusable(self, tokens: Sequence[int]) -> int:
-        """How many tokens of a text are in the cache; the last one is read anyway, for what follows it."""
-        return shared_prefix(tokens[:-1], self.cached)
+    def reusable(self, row: int, tokens: Sequence[int]) -> int:
+        """How many tokens of a text need not be read in a row; the last one is read anyway, for what follows it.
 
-    def read(self, tokens: list[int], at: int) -> Candidates:
-        """Read a text from token `at` on, in runs as long as the variants permit; returns the candidates after the last token.
-
-        The last run of several tokens may begin earlier, and read some again.
+        In a batch these are whole runs, so that its text is that of a row which reads all.
         """
-        while True:
-            rest = len(tokens) - at
-            length = next(each for each in self.lengths if each <= rest)
-            if rest > _FEW:  # the shortest run with all of them, or the longest one
-                able = [each for each in self.lengths if each <= len(tokens)]
-                length = min((each for each in able if each >= rest), default=able[0])
-            start = min(at, len(tokens) - length)
-            rows = self.run(tokens[start : start + length], start)
-            at = start + length
-            if at == len(tokens):
-                return rows[-1]
+        shared = shared_prefix(tokens[:-1], self.cached[row])
+        return shared // BATCH_TOKENS * BATCH_TOKENS if self._is_batch else shared
 
-    def run(self, tokens: list[int], start: int) -> list[Candidates]:
-        """Run the model on tokens at positions from `start` on; returns the candidates after the last ones."""
-        del self.cached[start:]
-        given = {IDS: np.array([tokens], np.int64), TOTAL: np.array(start + len(tokens), np.int32)}
-        temperature = np.array(self.temperature, np.float32)
-        [candidates] = self.session.run([CANDIDATES], {**given, TEMPERATURE: temperature})
-        self.cached += tokens
-        temperatures = [self.temperature] * len(candidates[0])
-        return rows_of(candidates[0], temperatures, cache(lambda: self.session.outputs(LOGITS)[LOGITS][0]))
+    def leave(self, row: int, prompt: int) -> None:
+        """A text with a `prompt` of so many tokens leaves a row.
 
-    def loaded(self) -> int:
-        """Bytes of weights that the last run loaded."""
-        run = self.session.last_run
-        return run.loaded_bytes if run is not None else 0
+        In a batch it keeps what runs from a multiple of `BATCH_TOKENS` on have read, and no later run: the last one of a prompt
+        reads some tokens of the one before again, and generated tokens were read one by one.
+        """
+        if self._is_batch:
+            rest = prompt % BATCH_TOKENS
+            whole = prompt - rest - (BATCH_TOKENS if rest > 1 else 0)
+            del self.cached[row][max(0, whole) :]
+
+    def next_part(self, row: int, tokens: list[int]) -> tuple[int, list[int]]:
+        """What the next run reads of a text, whose first tokens are in the cache of `row`: the place of the first, and those.
+
+        It is as long as the variants permit. The last run of several tokens may begin earlier, and read some again.
+        """
+        at = len(self.cached[row])
+        rest = len(tokens) - at
+        length = next(each for each in self.lengths if each <= rest)
+        if rest > (1 if self._is_batch else _FEW):  # the shortest run with all of them, or the longest one
+            able = [each for each in self.lengths if each <= len(tokens)]
+            length = min((each for each in able if each >= rest), default=able[0])
+        start = min(at, len(tokens) - length)
+        return start, tokens[start : start + length]
+
+    def run(self, parts: Mapping[int, RowPart]) -> dict[int, list[Candidates]]:
+        """Read as many tokens in some rows; returns the candidates after the last ones of each.
+
+        Raises:
+            RunError: the run failed; the session is closed.
+        """
+        length = len(next(iter(parts.values())).tokens)
+        ids = np.zeros((len(self.cached), length), np.int64)
+        totals = np.array([len(each) + length for each in self.cached], np.int32)
+        temperatures = np.ones(len(self.cached), np.float32)
+        for row, part in parts.items():
+            del self.cached[row][part.start :]
+            ids[row] = part.tokens
+            totals[row] = part.start + length
+            temperatures[row] = part.temperature
+        given = {IDS: ids, TOTAL: totals.reshape(self._of_rows), TEMPERATURE: temperatures.reshape(self._of_rows)}
+        [output] = self.session.run([CANDIDATES], given)
+        logits = cache(lambda: self.session.outputs(LOGITS)[LOGITS])
+
+        def logits_in(row: int) -> Array:
+            found: Array = logits()[row]
+            return found
+
+        for row, part in parts.items():
+            self.cached[row] += part.tokens
+        return {row: rows_of(output[row], part.temperature, partial(logits_in, row)) for row, part in parts.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -111,10 +142,9 @@ def language_of(bundle: Bundle) -> Language:
 
 def rows_in(bundle: Bundle) -> int:
     """The requests that a run of `bundle` answers."""
-    return _tokens(bundle.program)[0]
+    return _shape(bundle.program, IDS)[0]
 
 
-def _tokens(program: Program) -> tuple[int, ...]:
-    """The shape of the tokens that a run of `program` reads."""
-    [ids] = [port for port in program.inputs if port.name == IDS]
-    return ids.shape
+def _shape(program: Program, name: str) -> tuple[int, ...]:
+    """The shape of an input of `program`."""
+    return next(port.shape for port in program.inputs if port.name == name)

@@ -11,7 +11,7 @@ import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.bundle.chat_templates import can_render, rendered
-from flashmem.bundle.language import THOUGHT_END, Language, Template
+from flashmem.bundle.language import THOUGHT_END, ChatPieces, Language, Template
 from flashmem.runtime.generation.conversation import Message
 from flashmem.runtime.generation.tokenizer import SPELLED, Tokenizer
 
@@ -88,6 +88,15 @@ def _conversation(
             f"the chat template gets no {', '.join(arguments)} here, because it is joined from pieces without Jinja; install "
             "flashmem[compile], or leave that out"
         )
+    roles, contents = _turns(messages, pieces)
+    _check_characters(sum(map(len, contents)), language, tokenizer)
+    parts = pieces.parts(roles, contents)
+    tokens = tokenizer.encode_parts([(pieces.dated(text) if control else text, control) for text, control in parts])
+    return _begun(tokens, language)
+
+
+def _turns(messages: Sequence[Message], pieces: ChatPieces) -> tuple[list[str], list[str]]:
+    """Roles and contents of messages, as a template in pieces takes them. Raises UserError."""
     roles, contents = list[str](), list[str]()
     for message in messages:
         role, content = message.get("role", ""), message.get("content")
@@ -108,10 +117,7 @@ def _conversation(
         contents.append(content)
     if roles[-1] != "user":
         raise UserError("the last message of a conversation must be the user's")
-    _check_characters(sum(map(len, contents)), language, tokenizer)
-    parts = pieces.parts(roles, contents)
-    tokens = tokenizer.encode_parts([(pieces.dated(text) if control else text, control) for text, control in parts])
-    return _begun(tokens, language)
+    return roles, contents
 
 
 def _begun(tokens: list[int], language: Language) -> list[int]:

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import takewhile
+from time import perf_counter
 from typing import Protocol
+
+from flashmem.bundle.language import CHECKED_TOKENS, Language
 
 _SIZES = (3, 2)
 """So many last tokens must have occurred before, the more the better."""
@@ -102,3 +106,47 @@ class Payoff:
 
 def _mixed(before: float, now: float) -> float:
     return _MEMORY * before + (1 - _MEMORY) * now if before else now
+
+
+class Drafts:
+    """The drafts of one text, by drafters that share what they have measured with those of other texts."""
+
+    def __init__(self, language: Language, sources: Sequence[tuple[Drafter, Payoff]]) -> None:
+        """`sources`: of those that save time, by what was measured, the first that has a draft makes it."""
+        self._language, self._sources = language, sources
+        self._known = 0  # tokens that the drafters have
+        self._payoff: Payoff | None = None  # whose draft the last run checked
+        self._before: Payoff | None = None  # and the one before
+        self._seconds = 0.0  # that the draft took
+
+    def propose(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens that may follow a text, as many as a run checks beside its last one; none if that is not worth it."""
+        since = perf_counter()
+        self._before, self._payoff, draft = self._payoff, None, list[int]()
+        if len(tokens) - 1 + CHECKED_TOKENS <= self._language.max_length:
+            self._payoff, draft = self._made(tokens)
+        self._seconds = perf_counter() - since
+        return draft
+
+    def learn(self, seconds: float, tokens: int) -> None:
+        """The run after `propose` took so long, and gave so many tokens."""
+        if self._payoff is not None:
+            self._payoff.checked(self._seconds + seconds, tokens)
+        elif self._before is not None:
+            self._before.returned(seconds)
+        else:
+            for _, payoff in self._sources:
+                payoff.single(seconds)
+
+    def _made(self, tokens: Sequence[int]) -> tuple[Payoff | None, list[int]]:
+        new, self._known = tokens[self._known :], len(tokens)
+        for drafter, _ in self._sources:
+            drafter.add(new)
+        for drafter, payoff in self._sources:
+            if payoff.allows() and (draft := [*takewhile(self._is_token, drafter.draft(CHECKED_TOKENS - 1))]):
+                # A run reads as many in any case.
+                return payoff, draft + draft[-1:] * (CHECKED_TOKENS - 1 - len(draft))
+        return None, []
+
+    def _is_token(self, token: int) -> bool:
+        return token < len(self._language.tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import Self
@@ -105,11 +105,16 @@ class KernelBuilder:
         while self._pool is not None and self._pool.step(wait=False):
             self._report(self._pool.fraction)
 
-    def finish(self, bundle: Bundle) -> BuildResult | None:
+    def wrong(self, descriptor: str) -> dict[str, str]:
+        """Kernels that the driver of a local device is known to miscompile, and how; none if there is no such device."""
+        device = device_for(descriptor, self._asked)
+        return {} if device is None else {each.name: each.wrong for each in Verdicts(device).wrong.values()}
+
+    def finish(self, bundle: Bundle, known: Collection[str] | None = None) -> BuildResult | None:
         """Wait until all kernels of `bundle` are in the program cache, and a sample of each is checked.
 
         Then whole launches are checked, for another tenth of the time since this builder was made. Kernels that are wrong are
-        built again with the options that are right.
+        built again with the options that are right; but if one is that is not among those `known`, it returns at once.
 
         Returns:
             None, with nothing built, if the device is not on this machine, or with a warning if the cache cannot be written.
@@ -145,6 +150,8 @@ class KernelBuilder:
                 end = monotonic() + min(MOST_SECONDS, SHARE * (monotonic() - self._begun))
             while self._pool.step(until=end):
                 self._report(self._pool.fraction)
+            if known is not None and not self._wrong.keys() <= set(known):
+                break
             self._pool.check("compile with --no-build to leave the kernels to the first run")
         return BuildResult(device, tuple(keys), len(self._built), self._wrong)
 

@@ -274,9 +274,14 @@ class CachedKernels:
             raise self._error
 
     def close(self) -> None:
-        """Stop loading; refused kernels are ignored."""
+        """Stop loading, and let go of the programs; refused kernels are ignored.
+
+        Here, while Ctrl-C waits: at the end of a program `shared` calls a function of Python, in which Ctrl-C would be lost.
+        """
         with suppress(RunError, UserError):
             self.wait()
+        self._programs.clear()
+        self._compiled.clear()
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:
         """A new kernel object with its arguments set (`opencl.context.CompiledProgram.kernel`).

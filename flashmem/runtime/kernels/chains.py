@@ -44,6 +44,9 @@ _WORK_ITEM = re.compile(r"\bget_(?!global_id\b)\w+\(")
 _OF_ALL = re.compile(r"\bget_(?!(?:global_id|group_id|local_id|local_size)\b)\w+\(")
 """Functions that tell of all work-items, of which a chain has another number."""
 
+_HEAD = 4
+"""Numbers at the begin of a row of the table: the function, and the size in three directions."""
+
 _IDS = "((d) == 0 ? chain_x : (d) == 1 ? chain_y : chain_z)"
 
 
@@ -133,7 +136,7 @@ def _runs(program: Program, texts: Mapping[str, str], seconds: _Seconds) -> Iter
     for layer, launch in enumerate((*program.launches, None), start=1):
         fits = launch is not None and layer not in taken and seconds.gain(launch) > 0 and may_be_chained(launch)
         took, more = (seconds.alone(launch), _numbers(launch)) if fits and launch is not None else (0.0, 0)
-        if not fits or total + took > LONGEST_SECONDS or numbers + more > MOST_NUMBERS:
+        if not fits or total + took > LONGEST_SECONDS or numbers + more + _HEAD > MOST_NUMBERS:
             if layer - begun > 1:
                 yield begun, layer - 1
             begun, total, numbers = layer if fits else layer + 1, 0.0, 0
@@ -142,7 +145,7 @@ def _runs(program: Program, texts: Mapping[str, str], seconds: _Seconds) -> Iter
 
 def _numbers(launch: Launch) -> int:
     """The numbers of a launch in the table (`_row`)."""
-    return 4 + sum(1 if arg.kind in ("int", "float") else 3 for arg in launch.args)
+    return _HEAD + sum(1 if arg.kind in ("int", "float") else 3 for arg in launch.args)
 
 
 def _fits(launch: Launch, texts: Mapping[str, str]) -> bool:
@@ -178,6 +181,7 @@ def _chain(program: Program, layers: range, texts: Mapping[str, str]) -> tuple[L
     memory = _Memory(program)
     numbers = list(functions)
     table = [number for launch in launches for number in _row(launch, numbers.index(launch.kernel), memory)]
+    table += [0] * _HEAD  # llvmpipe reads the head of one more row (`flashmem.runtime.opencl.masked_reads`)
     written = {
         memory.place(arg)[0]
         for launch in launches
@@ -267,7 +271,7 @@ void CHAIN({", ".join(f"__global {each}" for each in pointers)})
 
 
 def _case(number: int, function: _Function) -> str:
-    lines, at = [], 4
+    lines, at = list[str](), _HEAD
     for place, kind in enumerate(function.types):
         if "*" in kind:
             offset = f"(uint)row[{at + 1}] | (ulong)row[{at + 2}] << 32"

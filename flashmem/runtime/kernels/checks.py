@@ -176,6 +176,12 @@ class ProgramChecks:
         return found
 
     @property
+    def wrong(self) -> str:
+        """What an optimised kernel is known to do instead of its text now, or ""."""
+        found = Verdicts(self._device)
+        return next((found[key].wrong for key in self._keys.values() if found[key].wrong), "")
+
+    @property
     def texts(self) -> Iterable[str]:
         """The keys of all texts."""
         return self._keys.values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal, get_args
 
 from flashmem.base.errors import BudgetError, NoDeviceError, UserError
@@ -111,23 +111,28 @@ def choose_mode(
     if path not in descriptor.memory_paths:
         raise UserError(f"device {descriptor.name} has no memory path {path!r}, which the bundle uses; compile for it")
     modes = descriptor.modes[path]
+    if mode == "auto" and strategy == "preload":
+        return DMA.name
     if mode == "auto":
-        if strategy == "preload":
-            return DMA.name
         laid_out = [known for known in modes if layouts is None or known in layouts]
-        if not laid_out:
-            raise NoLayoutError(
-                f"the bundle has layouts for transfer modes {', '.join(layouts or ()) or 'none'}, and device {descriptor.name} "
-                f"has {', '.join(modes) or 'none'} on the {path} path; compile the model for this device",
-                modes,
-            )
-        return next((known for known in laid_out if known == planned), laid_out[0])
+        if laid_out:
+            return next((known for known in laid_out if known == planned), laid_out[0])
+        raise NoLayoutError(
+            f"the bundle has layouts for transfer modes {', '.join(layouts or ()) or 'none'}, and device {descriptor.name} "
+            f"has {', '.join(modes) or 'none'} on the {path} path; compile the model for this device",
+            modes,
+        )
+    return _named_mode(mode, modes, f"device {descriptor.name} cannot do transfer mode {mode!r} on the {path} path")
+
+
+def _named_mode(mode: str, modes: Sequence[TransferMode], refusal: str) -> TransferMode:
+    """The mode of this name, if it is one of `modes`. Raises UserError."""
     if mode not in MODES:
         raise UserError(f"transfer mode {mode!r} is unknown; name one of: auto, {', '.join(MODES)}")
     for known in modes:
         if known == mode:
             return known
-    raise UserError(f"device {descriptor.name} cannot do transfer mode {mode!r} on the {path} path, only: {', '.join(modes)}")
+    raise UserError(f"{refusal}, only: {', '.join(modes)}")
 
 
 def choose_strategy(plan: OverlapPlan, wanted: str) -> Strategy:

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -205,27 +205,28 @@ class Worker:
                 if not (self._waiting or self._chores or self.closing or self.arbiter.pressed):
                     turn = self._changed.turn()
                 chores, self._chores = self._chores, deque()
-                answer = self._waiting.popleft() if self._waiting and not chores and not self.closing else None
-                if answer is not None and answer.set_running_or_notify_cancel():
-                    self._running = answer.loaded
-                else:
-                    answer = None
+                answer = None if chores else self._next_answer()
             if turn is not None:
                 turn.acquire()
                 continue
             for chore, done in chores:
-                try:
-                    chore()
-                except BaseException as error:
-                    done.set_exception(error)
-                else:
-                    done.set_result(None)
+                _do(chore, done)
             if answer is not None:
                 self._serve(answer)
                 answer = None  # holds no answer while this waits for the next one
             elif self.closing and not chores:
                 return
             self.arbiter.relieve()
+
+    def _next_answer(self) -> Answer | None:
+        """The request that is served next, which is running then; None without one. Called with the lock."""
+        if self.closing or not self._waiting:
+            return None
+        answer = self._waiting.popleft()
+        if not answer.set_running_or_notify_cancel():
+            return None
+        self._running = answer.loaded
+        return answer
 
     def _serve(self, answer: Answer) -> None:
         """Answer one request. A failure concerns this request and its model only."""
@@ -245,6 +246,9 @@ class Worker:
             answer.model.last_run = answer.report
             complete(answer, partial(answer.set_result, outcome))
             answer.loaded.engine.prepare()
+            if answer.loaded.check is not None:
+                with suppress(RunError):  # no thread is left for it
+                    answer.loaded.check.begin()
         del answer, outcome  # the frames of a stored error refer to their callers
 
     def _outcome(self, answer: Answer) -> list[Array] | BaseException:
@@ -292,6 +296,16 @@ class Worker:
     def _queue(self) -> list[LoadedModel]:
         with self._lock:
             return [each.loaded for each in self._waiting if not each.cancelled() and each.loaded.failure is None]
+
+
+def _do(chore: Callable[[], None], done: FencedFuture[None]) -> None:
+    """Do a chore, and complete its future."""
+    try:
+        chore()
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 def _tell(waiting: Iterable[FencedFuture[None]]) -> None:

@@ -8,13 +8,11 @@ from functools import partial
 from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.copier import Copier, PreparedCopy
 from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
 from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.ring import MappedRing
-from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad
-from flashmem.runtime.streaming.weight_file import WeightFile
+from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad, TransferRequest
 from flashmem.runtime.streaming.weight_objects import WeightObjects
 from flashmem.schedule.loads import Segment
 from flashmem.schedule.plan import PoolLayout
@@ -28,19 +26,13 @@ class MovingTransfer(ThreadedTransfer):
 
     _ring: MappedRing
 
-    def __init__(
-        self,
-        context: Context,
-        ledger: Ledger,
-        file: WeightFile,
-        slices: Sequence[Slice],
-        layout: PoolLayout,
-        after: MovingTransfer | None,
-    ) -> None:
-        super().__init__(file)
-        self._ledger = ledger
-        self._copier: Copier = after._copier if after else Copier(context)
-        self._homes: WeightObjects = WeightObjects(ledger, slices, layout, after._homes if after else None, apart=False)
+    def __init__(self, asked: TransferRequest) -> None:
+        super().__init__(asked)
+        self._ledger = asked.ledger
+        after: MovingTransfer | None = asked.after
+        self._copier: Copier = after._copier if after else Copier(asked.context)
+        objects: WeightObjects | None = after._homes if after else None
+        self._homes: WeightObjects = WeightObjects(asked.ledger, asked.slices, asked.layout, objects, apart=False)
         self.memories = self._homes.places
         if after:
             self.arrived = after.arrived

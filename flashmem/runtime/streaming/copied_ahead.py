@@ -9,21 +9,17 @@ from flashmem.base.threads import call_each
 from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.bundle.checksums import checksum
 from flashmem.program.tensors import Slice
-from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Bytes, Context
+from flashmem.runtime.opencl.context import Bytes
 from flashmem.runtime.opencl.copier import Copier, PreparedCopy
 from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.opencl.shared_memory import address_of
 from flashmem.runtime.streaming.ahead import AheadRun, Copy, Planned, Read
 from flashmem.runtime.streaming.background_reads import BackgroundReads
 from flashmem.runtime.streaming.copied import staging_slots
-from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.ring import PinnedRing
-from flashmem.runtime.streaming.transfer import Transfer
-from flashmem.runtime.streaming.weight_file import WeightFile
+from flashmem.runtime.streaming.transfer import Transfer, TransferRequest
 from flashmem.runtime.streaming.weight_objects import WeightObjects
 from flashmem.schedule.loads import Load
-from flashmem.schedule.plan import PoolLayout
 from flashmem.schedule.residency import JOINED_BYTES, SPARE_PIECES
 
 
@@ -35,22 +31,16 @@ class AheadTransfer(Transfer):
     keep a second copy on the host (docs/research/opencl-notes.md).
     """
 
-    def __init__(
-        self,
-        context: Context,
-        ledger: Ledger,
-        file: WeightFile,
-        slices: Sequence[Slice],
-        layout: PoolLayout,
-        after: AheadTransfer | None = None,
-        tier: HostTier | None = None,
-    ) -> None:
+    def __init__(self, asked: TransferRequest) -> None:
         """Raises RunError: the budget or the device refuses."""
-        super().__init__(file)
-        self.tier = tier
-        self._copier: Copier = after._copier if after else Copier(context, ahead=True)
+        super().__init__(asked)
+        ledger, layout = asked.ledger, asked.layout
+        after: AheadTransfer | None = asked.after
+        self.tier = tier = asked.tier
+        self._copier: Copier = after._copier if after else Copier(asked.context, ahead=True)
         self.clock_apart = self._copier.queue.clock_apart  # reports keep it, and so must not keep the transfer
-        self._homes: WeightObjects = WeightObjects(ledger, slices, layout, after._homes if after else None, apart=True)
+        objects: WeightObjects | None = after._homes if after else None
+        self._homes: WeightObjects = WeightObjects(ledger, asked.slices, layout, objects, apart=True)
         self.memories = self._homes.places
         if after:
             self.arrived = after.arrived
@@ -60,7 +50,7 @@ class AheadTransfer(Transfer):
         else:
             host = ledger if tier is None else tier.ledger
             self.ring = PinnedRing(host, layout.ring_bytes, layout.threads + SPARE_PIECES)
-        self.reads = BackgroundReads(file, self.ring.pieces)
+        self.reads = BackgroundReads(asked.file, self.ring.pieces)
         self._sums: dict[str, int] = {}  # by slice that is being read: the checksum so far
         self._planned: tuple[object, Planned] | None = None
 

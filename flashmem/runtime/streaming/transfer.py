@@ -14,7 +14,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from flashmem.base.errors import RunError
 from flashmem.base.threads import call_each
@@ -23,10 +24,37 @@ from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Bytes, Context
 from flashmem.runtime.opencl.handles import Buffer, DeviceMemory, Event
+from flashmem.runtime.streaming.host_tier import HostTier
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.loading import Loading
+from flashmem.runtime.streaming.shared_pages import SharedSlices
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, Segment, Step, whole_words
+from flashmem.schedule.plan import PoolLayout
+
+
+@dataclass(frozen=True)
+class TransferRequest:
+    """What a transfer is made of; each mode uses what it needs.
+
+    `places`, `content_hashes`: slices that other models on the device have too. `together`: by slice, the whole slice, for
+    requests to `joined`. `after`: a transfer of the same mode for another shape variant of the bundle, after its `leave` (not
+    if it stays in use too). The new one reuses its memory: the pages in a mode of pages, else the objects that both layouts
+    have (`schedule.shared_memory`). `tier`: keeps slices in host memory in modes that copy, and counts the memory that loads
+    pass through. `checksums`: of each slice, compared at its load, which then covers the whole slice; None: not compared.
+    """
+
+    context: Context
+    ledger: Ledger
+    file: WeightFile
+    slices: Sequence[Slice]
+    layout: PoolLayout
+    places: SharedSlices = field(default_factory=SharedSlices)
+    content_hashes: Mapping[str, bytes] = field(default_factory=dict)
+    together: Mapping[str, Slice] = field(default_factory=dict)
+    after: Any = None
+    tier: HostTier | None = None
+    checksums: Mapping[str, Checksum] | None = None
 
 
 class TransferLoad(Protocol):
@@ -50,12 +78,11 @@ class Transfer(ABC):
     binds_late = False
     """Whether a slice has a memory object only while it is loaded (`memories`), so that arguments are set before a launch."""
 
-    checksums: Mapping[str, Checksum] | None = None
-    """The checksum of each slice, compared at its load, which then covers the whole slice; None: not compared."""
-
-    def __init__(self, file: WeightFile) -> None:
-        self.file = file
-        self.files: tuple[WeightFile, ...] = (file,)  # the files with the slices
+    def __init__(self, asked: TransferRequest) -> None:
+        """Raises RunError: the budget or the device refuses."""
+        self.file = asked.file
+        self.files: tuple[WeightFile, ...] = (asked.file,)  # the files with the slices
+        self.checksums = asked.checksums
         self.memories: dict[str, DeviceMemory] = {}  # of each slice, as a kernel argument; only while loaded if `binds_late`
         self.staged: Mapping[str, Buffer] = {}  # where kernels read a streamed slice that they copy to its place
         self.arrived: dict[str, list[Event]] = {}  # by slice: events of its copies that the launch queue does not wait for yet

@@ -41,18 +41,13 @@ class WeightObjects:
             RunError: the device or the budget refuses.
         """
         self._ledger, self._memory = ledger, weight_memory(layout, slices, apart=apart)
-        memory, before, has = self._memory, WeightMemory({}, {}, {}), dict[str, DeviceMemory]()
-        if after is not None:
-            before, has = after._memory, after._objects
-        stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
-        stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
-        ledger.free([handle for name, handle in has.items() if name not in stays])
-        self._objects: dict[str, DeviceMemory] = {name: handle for name, handle in has.items() if name in stays}
+        memory = self._memory
+        self._objects: dict[str, DeviceMemory] = {} if after is None else after._left_to(memory)
         for name, slot in memory.textures.items():
-            if name not in stays:
+            if name not in self._objects:
                 self._objects[name] = ledger.image("weights", slot.width, slot.height, slot.channel, name)
         for name, nbytes in memory.buffers.items():
-            if name not in stays:
+            if name not in self._objects:
                 self._objects[name] = ledger.buffer("weights", nbytes, name, host_visible=host_visible)
         self.places: dict[str, DeviceMemory] = {}
         for part in slices:
@@ -61,6 +56,14 @@ class WeightObjects:
             parted = name in memory.buffers and not alone
             whole, nbytes = self._objects[name], whole_words(part.file_bytes)
             self.places[part.name] = ledger.part("weights", cast(Buffer, whole), offset, nbytes) if parted else whole
+
+    def _left_to(self, memory: WeightMemory) -> dict[str, DeviceMemory]:
+        """The objects that `memory` has too; frees the others. Raises RunError."""
+        has, before = self._objects, self._memory
+        stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
+        stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
+        self._ledger.free([handle for name, handle in has.items() if name not in stays])
+        return {name: handle for name, handle in has.items() if name in stays}
 
     def joined(self, parts: Sequence[Slice]) -> DeviceMemory | None:
         """A sub-buffer with all of `parts`, if the slices have the same order there as in the file."""

@@ -22,12 +22,11 @@ from starlette.types import Receive, Scope, Send
 from flashmem.base.errors import RunError, UserError
 from flashmem.base.streams import say
 from flashmem.runtime.generation.batch import BatchGenerator
-from flashmem.runtime.generation.generator import Generator
 from flashmem.tools.server.clients import Client, ClientLeftError
 from flashmem.tools.server.one_by_one import OneByOne
 from flashmem.tools.server.pages import OwnPages
 from flashmem.tools.server.protocol import Request, Responses, UnknownModelError, problem, read_request
-from flashmem.tools.server.texts import Texts
+from flashmem.tools.server.texts import begun
 
 MOST_WAITING = 64
 """The most requests beyond those that are answered at a time."""
@@ -43,12 +42,12 @@ def listening(host: str, port: int) -> socket.socket:
         raise UserError(f"port {port} of {host} cannot be used ({error}); name others with --host and --port") from error
 
 
-def serve(generator: Generator | BatchGenerator, model: str, at: socket.socket) -> None:
+def serve(generator: BatchGenerator, model: str, at: socket.socket) -> None:
     """Serve `generator` as `model` until the process is interrupted."""
     http_server(generator, model, at.getsockname()[0]).run(sockets=[at])
 
 
-def http_server(generator: Generator | BatchGenerator, model: str, address: str) -> uvicorn.Server:
+def http_server(generator: BatchGenerator, model: str, address: str) -> uvicorn.Server:
     """A server at `address` that is not running yet."""
     made = application(generator, model, address)
     return uvicorn.Server(
@@ -56,7 +55,7 @@ def http_server(generator: Generator | BatchGenerator, model: str, address: str)
     )
 
 
-def application(generator: Generator | BatchGenerator, model: str, address: str) -> Starlette:
+def application(generator: BatchGenerator, model: str, address: str) -> Starlette:
     """The application at `address`, which refuses requests of strange web pages."""
     model_server = _ModelServer(generator, model)
     routes = [
@@ -71,12 +70,11 @@ def application(generator: Generator | BatchGenerator, model: str, address: str)
 class _ModelServer:
     """The endpoints of one model."""
 
-    def __init__(self, generator: Generator | BatchGenerator, model: str) -> None:
+    def __init__(self, generator: BatchGenerator, model: str) -> None:
         self._generator, self._model, self._begun = generator, model, int(time.time())
-        self._texts = Texts(generator)
         self._reader = OneByOne("flashmem-requests")  # the event loop goes on while tokens are found
         self._open = 0
-        self._most = MOST_WAITING + (generator.rows if isinstance(generator, BatchGenerator) else 1)
+        self._most = MOST_WAITING + generator.rows
 
     async def models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._about()]})
@@ -117,7 +115,7 @@ class _ModelServer:
         responses = Responses(wanted, self._model, uuid4().hex, int(time.time()))
         if wanted.stream:
             return _Events(self._events(wanted, tokens, responses, client))
-        async with self._texts.begin(tokens, wanted, client) as text:
+        with begun(self._generator, tokens, wanted, client) as text:
             whole = "".join([piece async for piece in text.pieces()])
             return JSONResponse(responses.whole(whole, text.report))
 
@@ -134,7 +132,7 @@ class _ModelServer:
     async def _events(self, wanted: Request, tokens: list[int], responses: Responses, client: Client) -> AsyncIterator[str]:
         """A streamed response: server-sent events."""
         try:
-            async with self._texts.begin(tokens, wanted, client) as text:
+            with begun(self._generator, tokens, wanted, client) as text:
                 if (first := responses.first()) is not None:
                     yield _event(first)
                 async for piece in text.pieces():

@@ -9,26 +9,23 @@ import signal
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import onnxruntime
 import pytest
-from gguf import GGMLQuantizationType as Format
-from gguf import quants
 
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.compiler.frontend.gguf.decoder import write_decoder
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
 from flashmem.compiler.frontend.gguf.reader import GGUFFile, converted
-from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, dequantised, matrix
+from flashmem.compiler.frontend.gguf.weights import dequantised
 from tests.support.command_line import command_line
 from tests.support.compared import PLACES
 from tests.support.gguf_kinds import KINDS, SHOWN, TOKENS, VARIANTS
-from tests.support.gguf_models import HALVES, SmallLlama, plain_head, random_blocks, sentence_pieces, vocabulary
+from tests.support.gguf_models import SmallLlama, plain_head, sentence_pieces, vocabulary
 
 MODELS = {
     "blocks": SmallLlama(),
@@ -39,37 +36,6 @@ MODELS = {
     ),
     "minima": SmallLlama(layers=1, formats=("Q4_1",), table="Q5_1", head="Q5_0"),
 }
-
-
-FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-
-
-def weights_of(found: BlockedMatrix) -> Any:
-    """scale * code + minimum, in float32."""
-    codes = found.codes if found.bits == 8 else np.stack([found.codes & 15, found.codes >> 4], -1).reshape(found.shape)
-    if found.signed:
-        codes = codes.view(np.int8) if found.bits == 8 else (codes ^ 8).astype(np.int8) - np.int8(8)
-    made = codes.astype(np.float32) * found.scales.repeat(found.block, 1)
-    return made if found.minima is None else made + found.minima.repeat(found.block, 1)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_blocks_are_those_of_the_file(kind: str) -> None:
-    """Bit for bit what the package gguf computes, of blocks of equal weights too."""
-    rows, depth, random = 24, 512, np.random.default_rng(7)
-    if kind in HALVES:
-        data = random_blocks(kind, rows, depth, random)
-    else:
-        array = random.standard_normal((rows, depth)) + random.integers(-3, 4, (rows, 1))
-        array[:3], array[3, :32], array[4] = 0.0, 0.25, 1e-7
-        data = quants.quantize(array.astype(np.float32), Format[kind])
-    tensor = SimpleNamespace(name="t", tensor_type=Format[kind], shape=(depth, rows), data=data)
-    found, wanted = matrix(tensor), quants.dequantize(data, Format[kind])
-    assert isinstance(found, BlockedMatrix) and found.shape == (rows, depth) and np.isfinite(wanted).all()
-    np.testing.assert_array_equal(weights_of(found), wanted)
-    part = matrix(tensor, slice(5, 17))
-    assert isinstance(part, BlockedMatrix)
-    np.testing.assert_array_equal(weights_of(part), wanted[5:17])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,6 +13,7 @@ import flashmem
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.generation.generator import Generator
+from flashmem.runtime.generation.language_session import RowPart
 from flashmem.runtime.memory.accounts import Category
 from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.device import Device
@@ -98,7 +99,8 @@ def test_variants_of_a_language_model_stay_bound_and_resident(
         with Generator(bundle, device="pocl", mode=mode) as generator:
             session, programs = generator._model.session, set[int]()
             for number, length in enumerate((32, 1, 8, 1, 8, 8, 1, 32, 8, 1)):
-                found.append([each.read() for each in generator._model.run([int(t) for t in tokens[:length]], number)])
+                after = generator._model.run({0: RowPart(number, [int(t) for t in tokens[:length]])})
+                found.append([each.read() for each in after[0]])
                 programs.add(id(session._engine.bound))
                 assert session.last_run is not None and session.last_run.memory.peak_bytes <= budget
                 assert number == 0 or loaded(session).isdisjoint(stays[0])

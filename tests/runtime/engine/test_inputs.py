@@ -116,7 +116,7 @@ def test_an_input_in_any_order_is_copied_to_its_place_and_nowhere_else(
     device: int, order: str, hands_over: bool, sums: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`hands_over`: the device uses host memory; GPUs do not."""
-    monkeypatch.setattr("flashmem.runtime.engine.opened.uses_host_memory", lambda _: hands_over)
+    monkeypatch.setattr("flashmem.runtime.opencl.device.Device.uses_host_memory", hands_over)
     rng = np.random.default_rng(0)
     [name], x = [port.name for port in sums.program.inputs], ORDERS[order](rng.standard_normal((1024, 512), np.float32))
     assert not x.flags.c_contiguous

@@ -69,7 +69,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 def session(bundle: Bundle, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     """On each device, as one that computes in host memory and as one that does not."""
     device, host = request.param
-    monkeypatch.setattr("flashmem.runtime.engine.opened.uses_host_memory", lambda _: host)
+    monkeypatch.setattr("flashmem.runtime.opencl.device.Device.uses_host_memory", host)
     with Session(bundle, device=str(device)) as opened:
         yield opened
 
@@ -201,7 +201,7 @@ def test_dlpack_shares_host_memory(session: Session) -> None:
 
 
 def test_a_value_of_one_session_is_an_input_of_another(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashmem.runtime.engine.opened.uses_host_memory", lambda _: False)
+    monkeypatch.setattr("flashmem.runtime.opencl.device.Device.uses_host_memory", False)
     feeds = inputs(6)
     with Session(bundle) as one, Session(bundle) as other:
         binding = one.io_binding()
@@ -254,7 +254,7 @@ def test_wrong_bindings_are_one_sentence(session: Session) -> None:
 
 def test_values_that_are_not_float32_and_early_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision on the device: outputs are converted on the way to the host, and copied as they are between runs."""
-    monkeypatch.setattr("flashmem.runtime.engine.opened.uses_host_memory", lambda _: False)
+    monkeypatch.setattr("flashmem.runtime.opencl.device.Device.uses_host_memory", False)
     bundle = flashmem.compile(recurrence(), tmp_path / "m.flashmem", precision="fp16", build=False)
     feeds = inputs(8)
     with Session(bundle) as session:

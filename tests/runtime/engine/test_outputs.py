@@ -272,7 +272,7 @@ def test_an_output_that_is_written_in_parts_is_read_after_the_last(tmp_path: Pat
 
 def test_a_program_for_a_cpu_runs_where_memory_is_apart(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     device = replace(next(d for d in list_devices() if d.descriptor_name == model.device), unified_memory=False)
-    monkeypatch.setattr("flashmem.runtime.engine.opened.uses_host_memory", lambda device: False)
+    monkeypatch.setattr("flashmem.runtime.opencl.device.Device.uses_host_memory", False)
     monkeypatch.setattr("flashmem.runtime.request.options.find_device", lambda *_, **__: device)
     with Session(model.bundle, mode="dma") as session:
         assert_right(dict(zip(model.expected, session.run(None, model.inputs), strict=True)), model.expected)

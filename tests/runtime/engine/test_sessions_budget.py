@@ -131,7 +131,7 @@ def test_states_survive_a_change_of_budget() -> None:
 
 
 def test_outputs_on_the_device_count(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashmem.runtime.engine.opened.uses_host_memory", lambda _: False)
+    monkeypatch.setattr("flashmem.runtime.opencl.device.Device.uses_host_memory", False)
     with Session(bundle) as session:
         session.set_budget("1MB")
         binding = session.io_binding()

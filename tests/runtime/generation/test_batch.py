@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,7 +15,8 @@ import pytest
 import flashmem
 from flashmem.base.errors import BudgetError, RunError, UserError
 from flashmem.bundle.language import BATCH_TOKENS
-from flashmem.runtime.generation.batch import Piece
+from flashmem.runtime.generation.generated_text import Piece
+from flashmem.runtime.generation.scheduler import Scheduler
 from flashmem.runtime.session import Session
 from tests.runtime.generation.test_generator import MARGIN, MODELS, prompt
 from tests.support.command_line import Command, command_line
@@ -118,6 +118,26 @@ def test_threads_ask_at_once_and_drop_what_they_began(generator: flashmem.BatchG
     assert found == wanted
 
 
+def test_a_model_of_one_row_answers_in_turn(file: Path, tmp_path: Path) -> None:
+    """With the texts of a `Generator`, drafts and what it keeps of an answer; one that leaves makes room for the next."""
+    one = flashmem.compile(file, tmp_path / "one.flashmem", max_length=64, build=False)
+    given: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 2}, {"speculate": False}]
+    asked = [(tokens, each) for tokens in PROMPTS[:4] for each in given]
+    with flashmem.Generator(one) as generator:
+        wanted = ["".join(generator.generate(tokens, max_new_tokens=9, **each)) for tokens, each in asked]
+    with flashmem.BatchGenerator(one) as batch:
+        assert batch.rows == 1
+        leaving = batch.generate(PROMPTS[4], max_new_tokens=50)
+        begun = [batch.generate(tokens, max_new_tokens=9, **each) for tokens, each in asked]
+        leaving.close()
+        assert ["".join(each) for each in begun] == wanted
+        more = batch.generate([*PROMPTS[3], 5, *prompt(9)])
+        list(more)
+        again = batch.generate([*PROMPTS[3], 5, *prompt(9), 7])
+        list(again)
+        assert again.report is not None and again.report.reused == len(PROMPTS[3]) + 10
+
+
 def test_pieces_that_are_delivered(generator: flashmem.BatchGenerator) -> None:
     given: Any = {"max_new_tokens": 6, "temperature": 0.5, "seed": 3}
     got = SimpleQueue[Piece]()
@@ -128,13 +148,18 @@ def test_pieces_that_are_delivered(generator: flashmem.BatchGenerator) -> None:
 
 
 def test_cancelled_requests_do_not_wait_for_a_row() -> None:
-    made, here, gone = flashmem.BatchGenerator.__new__(flashmem.BatchGenerator), *map(_request, (False, True))
-    made._is_closed, made._rows, made._waiting = False, [here], deque([gone, here, gone])
-    assert made._next_rows() == [here] and list(made._waiting) == [here]
+    """Also while no row is free."""
+    model: Any = SimpleNamespace(cached=[[]], reusable=lambda row, tokens: 0)
+    scheduler, here, others = Scheduler(model), _text(), [_text() for _ in range(3)]
+    for each in (here, *others):
+        scheduler.add(each)
+    assert scheduler.admit()
+    others[0].is_cancelled = others[2].is_cancelled = True
+    assert scheduler.admit() and scheduler._rows == [here] and list(scheduler._waiting) == [others[1]]
 
 
-def _request(is_cancelled: bool) -> Any:
-    return SimpleNamespace(is_cancelled=is_cancelled)
+def _text() -> Any:
+    return SimpleNamespace(is_cancelled=False, tokens=[1])
 
 
 def left_behind(count: int) -> int:
@@ -255,10 +280,8 @@ def test_what_is_refused(file: Path, bundle: flashmem.Bundle, generator: flashme
     with pytest.raises(UserError, match="--batch 65 is not possible; give a number from 1 to 64"):
         flashmem.compile(file, tmp_path / "m.flashmem", batch=65)
     one = flashmem.compile(file, tmp_path / "one.flashmem", max_length=64, build=False)
-    with pytest.raises(UserError, match="answers one request at a time; compile the model with --batch 8"):
-        flashmem.BatchGenerator(one)
-    with pytest.raises(UserError, match="a batch makes no drafts; leave the draft model out, or open a Generator"):
-        flashmem.BatchGenerator(one, draft=one)
+    with pytest.raises(UserError, match="a batch makes no drafts; leave the draft model out, or compile the model without"):
+        flashmem.BatchGenerator(bundle, draft=one)
 
 
 def test_the_command_line(command: Command, file: Path) -> None:
@@ -280,4 +303,4 @@ def test_a_thread_that_cannot_start_fails_its_request_only(
     refuse_threads(monkeypatch, "flashmem-batch")
     with pytest.raises(RunError, match="the thread flashmem-batch could not be started"):
         generator.generate(PROMPTS[0], max_new_tokens=2)
-    assert alone(generator, PROMPTS[0], max_new_tokens=2) and not generator._waiting
+    assert alone(generator, PROMPTS[0], max_new_tokens=2) and not generator._scheduler._waiting

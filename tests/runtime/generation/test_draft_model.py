@@ -12,6 +12,7 @@ import flashmem
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.runtime.generation.draft_model import DraftModel, needed_bytes
 from flashmem.runtime.generation.generator import Generator
+from flashmem.runtime.generation.language_session import RowPart
 from flashmem.runtime.generation.speculation import Payoff
 from flashmem.runtime.opencl.discovery import list_devices
 from tests.runtime.generation.test_generator import prompt, tokens_of
@@ -80,17 +81,18 @@ def test_a_text_with_tokens_that_the_draft_model_lacks() -> None:
 
     class Model:
         language = SimpleNamespace(tokens=("a",) * 390, max_length=LENGTH, ends=frozenset[int]())
-        cached: ClassVar[list[int]] = [5]
+        cached: ClassVar[list[list[int]]] = [[5]]
 
-        def reusable(self, tokens: list[int]) -> int:
+        def reusable(self, row: int, tokens: list[int]) -> int:
             return 0
 
-        def read(self, tokens: list[int], at: int) -> Any:
-            assert max(tokens) < 390
-            return SimpleNamespace(tokens=[7])
+        def next_part(self, row: int, tokens: list[int]) -> tuple[int, list[int]]:
+            return len(self.cached[row]), tokens[len(self.cached[row]) :]
 
-        def run(self, tokens: list[int], start: int) -> list[Any]:
-            return [SimpleNamespace(tokens=[8])]
+        def run(self, parts: dict[int, RowPart]) -> Any:
+            assert max(parts[0].tokens) < 390
+            self.cached[0] += parts[0].tokens
+            return {0: [SimpleNamespace(tokens=[5 + len(self.cached[0])])]}
 
     model: Any = Model()
     draft = DraftModel(model)

@@ -31,7 +31,7 @@ def candidates(logits: Array, sampler: Sampler, read: list[int] | None = None, e
             read.append(1)
         return logits[None]
 
-    [row] = rows_of(np.concatenate([order.astype(np.int32), numbers.view(np.int32)])[None], [temperature], all_logits)
+    [row] = rows_of(np.concatenate([order.astype(np.int32), numbers.view(np.int32)])[None], temperature, all_logits)
     return row
 
 

@@ -14,6 +14,7 @@ import flashmem
 from flashmem.bundle.language import CHECKED_TOKENS
 from flashmem.runtime.engine.bound_program import BoundProgram
 from flashmem.runtime.generation.generator import Generator
+from flashmem.runtime.generation.language_session import RowPart
 from flashmem.runtime.generation.speculation import Lookup, Payoff
 from flashmem.runtime.opencl.discovery import list_devices
 from tests.runtime.generation.test_generator import prompt, tokens_of
@@ -126,7 +127,7 @@ def test_shape_variants_of_a_model_with_states_stay_bound(
         with Generator(made, device=device.descriptor_name) as generator:
             bound, peaks = set(), dict[int, int]()
             for number, length in enumerate((32, 1, 8, 1, 8, 8, 1, 32, 8, 1)):
-                found.append([each.read() for each in generator._model.run(prompt(length, number), number)])
+                found.append([each.read() for each in generator._model.run({0: RowPart(number, prompt(length, number))})[0]])
                 report = generator._model.session.last_run
                 assert report is not None
                 bound.add(id(generator._model.session._engine.bound))

@@ -22,7 +22,7 @@ from tests.support.own_memory import give_own_memory, reads_of_files
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[MiniModel]]:
     give_own_memory(monkeypatch, find_device("pocl"))
-    monkeypatch.setattr("flashmem.runtime.engine.opened.uses_host_memory", lambda device: False)
+    monkeypatch.setattr("flashmem.runtime.opencl.device.Device.uses_host_memory", False)
     yield [write_mini_bundle(tmp_path / f"{name}.flashmem") for name in ("one", "two")]
 
 

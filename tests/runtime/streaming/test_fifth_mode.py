@@ -63,7 +63,7 @@ class ToyTransfer(AliasTransfer):
 def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The descriptor of PoCL's devices with the toy mode; the modes know it as well."""
     monkeypatch.setitem(MODES, Toy.name, Toy())
-    monkeypatch.setitem(TRANSFERS, Toy.name, lambda asked: ToyTransfer(*asked.of_memory, asked.layout, asked.after))
+    monkeypatch.setitem(TRANSFERS, Toy.name, ToyTransfer)
     monkeypatch.setattr(ToyTransfer, "loaded", [])
     shipped = load_descriptor("pocl")
     rates = replace(shipped.rates, contention={**shipped.rates.contention, Toy.name: 0.9})

@@ -24,7 +24,7 @@ from flashmem.runtime.opencl.copier import Copier
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.runtime.streaming.loader import LoaderRun
 from flashmem.runtime.streaming.modes.interleave import InterleaveTransfer
-from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad
+from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad, TransferRequest
 from flashmem.runtime.streaming.weight_file import WeightFile
 from flashmem.schedule.loads import Load, Segment
 from flashmem.schedule.plan import PoolLayout
@@ -40,7 +40,7 @@ class Noted(ThreadedTransfer):
 
     def __init__(self, *, reads_ahead: bool, failing: str = "") -> None:
         file = SimpleNamespace(missed=False, stays=True, look_at_memory=lambda: None)
-        super().__init__(file)  # type: ignore[arg-type]
+        super().__init__(SimpleNamespace(file=file, checksums=None))  # type: ignore[arg-type]
         self.reads_ahead, self.failing = reads_ahead, failing
         self.done: list[tuple[str, str]] = []
 
@@ -138,6 +138,7 @@ def test_threads_take_from_one_queue_and_none_waits_for_a_slow_one() -> None:
 
 @pytest.mark.parametrize("failing", ["", "w0"])
 def test_threads_that_wait_at_a_gate_end_with_the_run(failing: str) -> None:
+    before = {*threading.enumerate()}
     transfer = Noted(reads_ahead=True, failing=failing)
     run = LoaderRun(transfer, loads(0, 9, 9, 9), {}, threads=3)
     if failing:
@@ -148,7 +149,7 @@ def test_threads_that_wait_at_a_gate_end_with_the_run(failing: str) -> None:
     else:
         until(lambda: len(transfer.done) == 5)
         run.stop()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("flashmem")]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("flashmem") and thread not in before]
 
 
 @pytest.mark.parametrize("refused", [BlockingIOError(), OSError(95, "not supported"), None])
@@ -214,7 +215,7 @@ def test_nothing_is_left_mapped_where_staging_is_refused(device: Any, monkeypatc
     for budget, maps in ((1 << 20, 0), (1 << 21, 1)):  # too small for both, and large enough
         ledger, file = Ledger(context, budget), WeightFile(tmp_path / "weights.bin", 16)
         with pytest.raises(RunError, match="budget") if maps == 0 else nullcontext():
-            InterleaveTransfer(context, ledger, file, (), layout).close()
+            InterleaveTransfer(TransferRequest(context, ledger, file, (), layout)).close()
         assert mapped == maps
         ledger.close()
         file.close()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from flashmem.base.errors import RunError, UserError
-from flashmem.runtime.generation.batch import BatchGenerator, Piece
-from flashmem.runtime.generation.generated_text import GenerationReport
+from flashmem.runtime.generation.generated_text import GenerationReport, Piece
 from flashmem.tools.server import app, clients
 from flashmem.tools.server.app import application, http_server, listening
 from flashmem.tools.server.one_by_one import OneByOne
@@ -25,59 +24,69 @@ REPORT = GenerationReport(1, 0, 2, 0, 0, 0, 0, 0, 0, True)
 WAIT = 20  # seconds until a test has failed
 
 
-class Fake:
-    """A generator of one text at a time. `hold`: what a piece waits for."""
+class Made:
+    """A text of a fake generator."""
 
-    language = SimpleNamespace(sampling={})
+    report = REPORT
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self.close = close
+
+
+class Fake:
+    """A generator of one text at a time, each of `pieces`, which wait for `hold`."""
+
+    language, rows = SimpleNamespace(sampling={}), 1
 
     def __init__(self, error: Exception | None = None, pieces: int = 2) -> None:
-        self.error, self.pieces, self.made, self.closed = error, pieces, 0, threading.Event()
+        self.error, self.pieces, self.made, self.row = error, pieces, 0, threading.Lock()
         self.hold, self.tokens_hold = threading.Event(), threading.Event()
         self.hold.set()
         self.tokens_hold.set()
-        self.last: GenerationReport | None = None
 
     def tokens_of(self, prompt: Any, template_arguments: Any = None) -> list[int]:
         assert self.tokens_hold.wait(WAIT)
         return [1]
 
-    def generate(self, tokens: list[int], **options: Any) -> Iterator[str]:
-        self.made += 1
-        if self.error is not None:
-            raise self.error
-        try:
-            for _ in range(self.pieces):
-                assert self.hold.wait(WAIT)
-                yield "é"
-        finally:
-            self.last = REPORT
-            self.closed.set()
+    def generate(self, tokens: list[int], *, deliver: Callable[[Piece], None], **options: Any) -> Made:
+        closed = threading.Event()
+
+        def work() -> None:
+            with self.row:
+                if closed.is_set():
+                    return
+                self.made += 1
+                for _ in range(self.pieces):
+                    assert self.hold.wait(WAIT)
+                    if closed.is_set():
+                        break
+                    deliver("é")
+                deliver(self.error)
+
+        threading.Thread(target=work).start()
+        return Made(closed.set)
 
 
-class FakeBatch(BatchGenerator):
-    """A batch of one row: the first request is delivered from outside, others wait."""
+class Refusing(Fake):
+    """A generator that begins no text."""
 
-    rows = 1
-    language: Any = SimpleNamespace(sampling={})
+    def generate(self, tokens: list[int], **options: Any) -> Made:
+        assert self.error is not None
+        raise self.error
+
+
+class Held(Fake):
+    """A generator whose texts are delivered from outside; `left`: those that were ended."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.delivers: list[Callable[[Piece], None]] = []
         self.left: list[int] = []
 
-    def tokens_of(self, prompt: Any, template_arguments: Any = None) -> list[int]:
-        return [1]
-
-    def generate(self, prompt: Any, *, deliver: Any = None, **options: Any) -> Any:
-        number, batch = len(self.delivers), self
+    def generate(self, tokens: list[int], *, deliver: Callable[[Piece], None], **options: Any) -> Made:
+        number = len(self.delivers)
         self.delivers.append(deliver)
-
-        class Made:
-            report = REPORT
-
-            def close(self) -> None:
-                batch.left.append(number)
-
-        return Made()
+        return Made(lambda: self.left.append(number))
 
 
 class Asked:
@@ -175,12 +184,13 @@ def test_failures_say_nothing_about_the_machine(capsys: pytest.CaptureFixture[st
         errors = RunError("short read: /a/b/weights.bin"), UserError("/a/b is damaged"), OSError(5, "no", "/a/b")
         for error in errors:
             for stream in (False, True):
-                asked = Asked(served(Fake(error)), {"prompt": "a", "stream": stream})
-                status, _ = await asked.answer()
-                assert status == (200 if stream else 500)
-                assert b"the server could not answer; its own output says why" in asked.got and b"/a/b" not in asked.got
-                assert b'"type": "server_error"' in asked.got.replace(b'":"', b'": "')
-                assert "/a/b" in capsys.readouterr().err
+                for fake in (Refusing(error), Fake(error)):
+                    asked = Asked(served(fake), {"prompt": "a", "stream": stream})
+                    status, _ = await asked.answer()
+                    assert status == (200 if stream else 500)
+                    assert b"the server could not answer; its own output says why" in asked.got and b"/a/b" not in asked.got
+                    assert b'"type": "server_error"' in asked.got.replace(b'":"', b'": "')
+                    assert "/a/b" in capsys.readouterr().err
 
     run(test())
 
@@ -223,7 +233,7 @@ def test_a_stream_goes_on_beside_many_clients_that_wait_and_leave() -> None:
     """Waiting holds no thread, of which there are few."""
 
     async def test() -> None:
-        batch = FakeBatch()
+        batch = Held()
         made = served(batch)
         asked = [Asked(made, {"prompt": "a", "stream": True}) for _ in range(60)]
         while len(batch.delivers) < 60:

@@ -41,7 +41,11 @@ for _family in (attention, fused, grouped, normalization, others, quantized, rec
 _BY_DOMAIN: dict[str, dict[str, Expand]] = {
     DOMAIN: _EXPANSIONS,
     CLASSICAL: classical.EXPANSIONS,
-    OWN: {"DequantizeBlocks": quantized.blocks_dequantised, **cached.OWN_EXPANSIONS},
+    OWN: {
+        "Blocks": quantized.ggml_blocks,
+        "DequantizeBlocks": quantized.blocks_dequantised,
+        **cached.OWN_EXPANSIONS,
+    },
 }
 
 _REASON = "flashmem.reason"

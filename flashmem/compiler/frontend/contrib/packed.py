@@ -1,10 +1,40 @@
-"""Packed four-bit weights: the same bytes with another element type and shape, without a copy if the order allows it."""
+"""Packed weights: the same bytes with another element type and shape, without a copy if the order allows it."""
 
 from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+
+from flashmem.compiler.ir.blocks.format import BlockFormat
+
+
+class BlocksTensor(ir.LazyTensor):
+    """A matrix of float32 in ggml's blocks: `source` is uint8 [rows, bytes of a row], perhaps in a file."""
+
+    def __init__(self, source: ir.TensorProtocol, format: BlockFormat) -> None:
+        self.source, self.format = source, format
+        rows, nbytes = source.shape.numpy()
+        shape = ir.Shape((rows, nbytes // format.nbytes * format.weights))
+        super().__init__(lambda: ir.tensor(format.floats(source.numpy())), ir.DataType.FLOAT, shape, name=source.name)
+
+
+def is_in_file(tensor: ir.TensorProtocol) -> bool:
+    """Whether the data of a tensor are in a file and stay there, as blocks do where they are few."""
+    return isinstance(tensor, ir.ExternalTensor | BlocksTensor)
+
+
+def stored(tensor: ir.TensorProtocol | None) -> ir.ExternalTensor | None:
+    """The range of a file that has the data of a tensor; None if it is in memory."""
+    tensor = tensor.source if isinstance(tensor, BlocksTensor) else tensor
+    return tensor if isinstance(tensor, ir.ExternalTensor) else None
+
+
+def placed_at(place: tuple[str, int, int], like: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
+    """A tensor of a file, offset and length, of the type and shape of `like`, a tensor in a file too."""
+    if isinstance(like, BlocksTensor):
+        return BlocksTensor(placed_at(place, like.source, name), like.format)
+    return ir.ExternalTensor(*place, like.dtype, shape=ir.Shape(like.shape.numpy()), name=name)
 
 
 def reinterpreted(tensor: ir.TensorProtocol, dtype: ir.DataType, shape: tuple[int, ...]) -> ir.TensorProtocol:

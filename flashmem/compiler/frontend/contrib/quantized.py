@@ -15,7 +15,8 @@ import onnx_ir as ir
 from flashmem.compiler.frontend.contrib.attention import project_and_attend, projected_columns
 from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError
 from flashmem.compiler.frontend.contrib.normalization import word_count
-from flashmem.compiler.frontend.contrib.packed import packed_zero_points, quantised_matrix, reinterpreted
+from flashmem.compiler.frontend.contrib.packed import BlocksTensor, packed_zero_points, quantised_matrix, reinterpreted
+from flashmem.compiler.ir.blocks import FORMATS
 
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 _WINDOW = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
@@ -264,24 +265,35 @@ def _gather_blocks(e: Expansion) -> list[ir.Value]:
     return [e.op("Gather", dense, e.input(1), axis=0)]
 
 
-def blocks_dequantised(e: Expansion) -> list[ir.Value]:
-    """A weight of a GGUF file, or one that `flashmem.compiler.frontend.quantize` made: each block of a row has a scale.
+def ggml_blocks(e: Expansion) -> list[ir.Value]:
+    """A weight of a GGUF file: rows of blocks of a `kind`, uint8 [rows, bytes of a row]."""
+    data, kind = e.input(0).const_value, e.text("kind", "")
+    if data is None or kind not in FORMATS:
+        raise RefusedError(f"of the kind {kind!r}, or with blocks computed at run time")
+    _, nbytes = e.ranked(0, 2)
+    if nbytes % FORMATS[kind].nbytes:
+        raise RefusedError(f"of the kind {kind} with {nbytes} bytes in a row")
+    return [e.tensor(BlocksTensor(data, FORMATS[kind]))]
 
-    Inputs: codes uint8 [rows, columns * bits / 8], scales and, optionally, minima [rows, columns / block_size]. Codes of `bits`
-    bits are `signed`, or not. Rows of one block may have a `shape` of more dimensions.
+
+def blocks_dequantised(e: Expansion) -> list[ir.Value]:
+    """A weight that `flashmem.compiler.frontend.quantize` made: each block of a row has a scale.
+
+    Inputs: signed codes of `bits` bits, uint8 [rows, columns * bits / 8], and scales [rows, columns / block_size]. Rows of one
+    block may have a `shape` of more dimensions.
     """
     bits, given = e.integer("bits"), e.input(0).const_value
     if given is None:
         raise RefusedError("with codes computed at run time")
     rows, width = e.ranked(0, 2)
     shape = [int(size) for size in e.numbers("shape")]
-    kind = ir.DataType[f"{'' if e.integer('signed', 0) else 'U'}INT{bits}"]
+    kind = ir.DataType[f"INT{bits}"]
     if shape:
         codes = e.tensor(reinterpreted(given, kind, tuple(shape)))
         return [e.op("DequantizeLinear", codes, e.reshape(e.input(1), rows), axis=0)]
     codes = e.tensor(reinterpreted(given, kind, (rows, width * 8 // bits)))
     block = {"axis": 1, "block_size": e.integer("block_size")}
-    return [e.op("DequantizeLinear", codes, e.input(1), *([None, e.input(2)] if e.optional(2) else []), **block)]
+    return [e.op("DequantizeLinear", codes, e.input(1), **block)]
 
 
 EXPANSIONS: dict[str, Expand] = {

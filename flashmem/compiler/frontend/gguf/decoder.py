@@ -6,9 +6,9 @@ Each layer is RMS normalisation, grouped-query attention with rotary positions, 
 [batch, tokens], and returns the logits [batch, rows, vocabulary] after the last one, or, in a batch of one, after each of
 `CHECKED_TOKENS` or fewer. In a batch, each row has its own number of earlier tokens.
 
-Projections of the same input are one product if their weights have the same format. Weights in blocks are nodes
-`flashmem.DequantizeBlocks` (`flashmem.compiler.frontend.contrib.quantized`). A file with a tensor that has no part in this form
-is refused.
+Projections of the same input are one product if their weights have the same format. Weights in ggml's
+blocks are nodes `flashmem.Blocks` (`flashmem.compiler.frontend.contrib.quantized`). A file with a tensor that has no part in
+this form is refused.
 """
 
 from __future__ import annotations
@@ -243,15 +243,11 @@ class _Writer:
     def weights(self, *names: str) -> str:
         """The matrices of these names, one below the other [rows, depth]."""
         if names not in self.matrices:
-            example, arrays = self.data.matrix(names[0], [self.tensor(name) for name in names], self.read)
-            self.kept |= {array.name: array for array in arrays}
-            self.matrices[names] = self.blocks(example, arrays) if isinstance(example, BlockedMatrix) else arrays[0].name
+            example, array = self.data.matrix(names[0], [self.tensor(name) for name in names], self.read)
+            self.kept[array.name] = array
+            kind = example.kind if isinstance(example, BlockedMatrix) else ""
+            self.matrices[names] = self.node("Blocks", array.name, domain=OWN, kind=kind) if kind else array.name
         return self.matrices[names]
-
-    def blocks(self, example: BlockedMatrix, arrays: Sequence[onnx.TensorProto]) -> str:
-        """A matrix in blocks [rows, depth] like those of `example`."""
-        fields: dict[str, Any] = {"bits": example.bits, "block_size": example.block, "signed": int(example.signed)}
-        return self.node("DequantizeBlocks", *(array.name for array in arrays), domain=OWN, **fields)
 
     def height(self, name: str) -> int:
         """The rows of a matrix."""

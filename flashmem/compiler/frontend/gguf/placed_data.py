@@ -21,7 +21,7 @@ _PIECE = 1 << 20
 Read = Callable[[Any, slice], BlockedMatrix | Floats]
 """Makes weights of some rows of a tensor of `gguf.GGUFReader`."""
 
-_Pieces = Callable[[], Iterator[Sequence[NDArray[Any]]]]
+_Pieces = Callable[[], Iterator[NDArray[Any]]]
 
 
 class PlacedData:
@@ -32,30 +32,31 @@ class PlacedData:
 
     def __init__(self, path: Path) -> None:
         self.path, self.nbytes = path, 0
-        self._content: list[tuple[Sequence[int], _Pieces]] = []
+        self._content: list[tuple[int, _Pieces]] = []
 
     def array(self, name: str, array: NDArray[Any]) -> TensorProto:
         """A tensor with the elements of `array`."""
         made = self._place(name, array.shape, array.dtype)
-        self._content.append(([_offset(made)], lambda: iter([[array]])))
+        self._content.append((_offset(made), lambda: iter([array])))
         return made
 
-    def matrix(self, name: str, tensors: Sequence[Any], read: Read) -> tuple[BlockedMatrix | Floats, list[TensorProto]]:
+    def matrix(self, name: str, tensors: Sequence[Any], read: Read) -> tuple[BlockedMatrix | Floats, TensorProto]:
         """Matrices of one format and depth, one below the other, as `read` makes them.
 
-        Returns an example of them with few rows, and the tensors of its arrays: codes, scales and perhaps minima, or floats.
+        Returns an example of them with few rows, and the tensor of its array: blocks or floats.
         """
         height = sum(_height(each) for each in tensors)
         example = read(tensors[0], slice(0, 1))
-        made = [self._place(name + suffix, (height, array.shape[1]), array.dtype) for suffix, array in _arrays(example).items()]
+        array = _array(example)
+        made = self._place(name, (height, array.shape[1]), array.dtype)
 
-        def pieces() -> Iterator[Sequence[NDArray[Any]]]:
+        def pieces() -> Iterator[NDArray[Any]]:
             for tensor in tensors:
                 step = max(1, _PIECE // int(tensor.shape[0]))
                 for first in range(0, _height(tensor), step):
-                    yield [*_arrays(read(tensor, slice(first, min(first + step, _height(tensor))))).values()]
+                    yield _array(read(tensor, slice(first, min(first + step, _height(tensor)))))
 
-        self._content.append(([_offset(each) for each in made], pieces))
+        self._content.append((_offset(made), pieces))
         return example, made
 
     def write(self) -> None:
@@ -66,14 +67,12 @@ class PlacedData:
         """
         with self.path.open("wb") as file:
             file.truncate(self.nbytes)
-            for offsets, pieces in self._content:
-                places = [*offsets]
-                for arrays in pieces():
-                    for index, array in enumerate(arrays):
-                        if array.view(np.uint8).any():
-                            file.seek(places[index])
-                            file.write(np.ascontiguousarray(array).data)
-                        places[index] += array.nbytes
+            for place, pieces in self._content:
+                for array in pieces():
+                    if array.view(np.uint8).any():
+                        file.seek(place)
+                        file.write(np.ascontiguousarray(array).data)
+                    place += array.nbytes
 
     def _place(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> TensorProto:
         self.nbytes += -self.nbytes % _PAGE
@@ -90,12 +89,9 @@ class PlacedData:
         return made
 
 
-def _arrays(matrix: BlockedMatrix | Floats) -> dict[str, NDArray[Any]]:
-    """The arrays of a matrix, by what follows its name in theirs."""
-    if not isinstance(matrix, BlockedMatrix):
-        return {"": matrix}
-    minima = {} if matrix.minima is None else {".minima": matrix.minima}
-    return {".codes": matrix.codes, ".scales": matrix.scales, **minima}
+def _array(matrix: BlockedMatrix | Floats) -> NDArray[Any]:
+    """The array of a matrix in a file."""
+    return matrix.blocks if isinstance(matrix, BlockedMatrix) else matrix
 
 
 def _height(tensor: Any) -> int:

@@ -9,6 +9,7 @@ from functools import cached_property
 import onnx
 import onnx_ir as ir
 
+from flashmem.compiler.frontend.contrib.packed import stored
 from flashmem.compiler.frontend.layers.equal_layers import EqualLayers
 from flashmem.compiler.frontend.layers.shortening import KEPT
 
@@ -57,8 +58,8 @@ class Comparison:
         yield from ((value, value.name) for value in self.graph.inputs if value.name is not None)
         for name, value in self.graph.initializers.items():
             tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor):
-                origin = places.get((str(tensor.path), tensor.offset or 0, tensor.nbytes))
+            if (part := stored(tensor)) is not None:
+                origin = places.get((str(part.path), part.offset or 0, part.nbytes))
                 if origin is not None:
                     yield value, origin
             elif tensor is not None and name in self.tensors and _is_from(self.tensors[name], tensor):

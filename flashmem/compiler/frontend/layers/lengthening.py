@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from flashmem.compiler.frontend.contrib.packed import placed_at, stored
 from flashmem.compiler.frontend.layers.comparison import Comparison, place_of
 from flashmem.compiler.frontend.layers.equal_layers import EqualLayers
 from flashmem.compiler.frontend.layers.shortening import KEPT
@@ -93,8 +94,8 @@ class _Copies:
         known, template = self.tensors[name], value.const_value
         tensor: ir.TensorProtocol = ir.serde.deserialize_tensor(known)
         place = place_of(known)
-        if isinstance(template, ir.ExternalTensor) and place is not None:
-            tensor = ir.ExternalTensor(*place, template.dtype, shape=template.shape, name=name)
+        if template is not None and stored(template) is not None and place is not None:
+            tensor = placed_at(place, template, name)
         made = ir.Value(name=names.of(value.name or name), const_value=tensor, type=value.type, shape=value.shape)
         self.graph.register_initializer(made)
         return made

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flashmem.base.types import ITEMSIZE
+from flashmem.base.types import ITEMSIZE, MemoryPath
 from flashmem.compiler.configs.workload import TF32, Workload
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node, Value
@@ -159,8 +159,9 @@ def _choose(context: LoweringContext, product: PackedProduct) -> _Choice:
     """The config and the operands of `product`."""
     group, node, run = product.group, product.node, product.run
     binding = read_weights(context, node)
+    path: MemoryPath = "buffer" if binding.format else context.memory_path
     workload = Workload(
-        product.family, context.memory_path, product.rows, product.depth, product.columns // product.groups, product.groups,
+        product.family, path, product.rows, product.depth, product.columns // product.groups, product.groups,
         _storage(context, product, binding), taps=product.depth // run, stride=max(node.attributes.get("strides", (1,))),
     )  # fmt: skip
     given, panel = quantised_config(context, workload, binding)
@@ -203,10 +204,12 @@ def _pack(context: LoweringContext, product: PackedProduct, choice: _Choice) -> 
     binding, config, panel, depth = choice.binding, choice.config, choice.panel, product.depth
     by_block, path = binding.by_block, context.memory_path
     in_heads = product.family == "matmul" and path == "buffer" and bool(by_block) and choice.operands.element in _BYTES
+    in_buffers = choice.dots is not None or binding.format is not None
     packing = Packing(
-        depth, product.columns // product.groups, product.groups, panel, binding.storage, "buffer" if choice.dots else path,
+        depth, product.columns // product.groups, product.groups, panel, binding.storage, "buffer" if in_buffers else path,
         _fold_unit(product, choice), context.descriptor, phases_of(product.node), block=binding.block,
         heads=tuple(each.storage for each in by_block) if in_heads else (), words=choice.dots is not None,
+        format=binding.format,
     )  # fmt: skip
     if binding.codes is None:
         parts = [PackedSlice(0, packing.panels, 4 * packing.panels * depth * panel)]
@@ -230,7 +233,7 @@ def _layout(product: PackedProduct, choice: _Choice, packing: Packing, parts: Se
         panel=choice.panel,
         texture=texture,
         folded=texture and parts[0].height < product.depth,
-        head_bytes=choice.panel * packing.head_bytes,
+        head_bytes=choice.panel * (packing.format.head if packing.format else packing.head_bytes),
         whole=plain.whole or whole_steps,  # steps of a literal number, if all are alike
         scattered=product.group.moved is not None,
     )

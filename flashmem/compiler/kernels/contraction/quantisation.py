@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import DType
+from flashmem.compiler.ir.blocks.constant import BlockConstant
+from flashmem.compiler.ir.blocks.format import BlockFormat
 from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.builder import constant
 from flashmem.compiler.ir.graph import Constant, Node, Value
@@ -55,7 +57,7 @@ class ByBlock:
 class WeightBinding:
     """The stored type of constant weights, and the zero points and scales of a product; `args` in the order of the kernel's.
 
-    `codes` is None for weights that are computed at run time.
+    `codes` is None for weights that are computed at run time. With `format`, they are bytes of blocks of that kind.
     """
 
     storage: Storage
@@ -68,6 +70,7 @@ class WeightBinding:
     weight_minimum: QuantisationParameters | None = None
     block: int = 0
     by_block: Sequence[ByBlock] = ()
+    format: BlockFormat | None = None
 
 
 def zero_points(
@@ -102,6 +105,8 @@ def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -
         return WeightBinding(cast(Storage, weight.dtype), read, args, zero, weight_zero=weight_zero)
     zero, scale, activation = read_activation(context, node)
     quantized = weight.constant
+    if isinstance(quantized, BlockConstant) and blocks and node.op == "MatMul" and node.attributes["transposed"]:
+        return _in_blocks(quantized, activation, zero, scale)
     block = quantized_block(node, quantized) if isinstance(quantized, QuantizedConstant) else None
     if not isinstance(quantized, QuantizedConstant) or block is None or (block and not blocks):
         return WeightBinding("float16" if context.half else "float32", read, activation, zero, scale)
@@ -114,6 +119,21 @@ def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -
     return WeightBinding(
         cast(Storage, quantized.storage), quantized.codes.array, args, zero, scale,
         parameters.get("zero"), parameters["scale"], parameters.get("minimum"), block, by_block,
+    )  # fmt: skip
+
+
+def _in_blocks(
+    weight: BlockConstant,
+    args: Sequence[Arg],
+    zero: QuantisationParameters | None,
+    scale: QuantisationParameters | None,
+) -> WeightBinding:
+    """The binding of weights in ggml's blocks, of which all that kernels read is in one array."""
+    kind = weight.format
+    of_run = QuantisationParameters("half")
+    return WeightBinding(
+        cast(Storage, kind.storage), weight.data.array, args, zero, scale,
+        weight_scale=of_run, weight_minimum=of_run if kind.has_minimum else None, block=kind.run, format=kind,
     )  # fmt: skip
 
 

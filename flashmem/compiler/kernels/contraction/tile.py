@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from flashmem.base.types import DType
+from flashmem.compiler.ir.blocks.format import BlockFormat
 from flashmem.compiler.kernels.contraction.configs import Contraction, PlainContraction, SlicedContraction, Winograd
 from flashmem.compiler.kernels.contraction.quantisation import QuantisationParameters
 from flashmem.compiler.kernels.contraction.tensor_cores import TensorContraction
@@ -22,7 +23,8 @@ class Operands:
 
     `weights`: the type of packed weights. `scalar`: of sums; `activation`: of the left operand in memory; `stored`: of results
     in memory. `block_depth`: steps of depth that share a zero point and a scale; 0 if all of them do. `dots`: the type of the
-    left operand's bytes, if words of both operands are multiplied by dot products (`dot_products`).
+    left operand's bytes, if words of both operands are multiplied by dot products (`dot_products`). `format`: the kind of
+    ggml's blocks that weights are in, whose scales and minima are in their heads.
     """
 
     weights: str = "float32"
@@ -36,6 +38,7 @@ class Operands:
     weight_minimum: QuantisationParameters | None = None
     block_depth: int = 0
     dots: str = ""
+    format: BlockFormat | None = None
 
     @property
     def floats(self) -> bool:
@@ -53,6 +56,11 @@ class Operands:
     def nibbles(self) -> str:
         """The type of weights of 4 bits; empty for others."""
         return self.weights if self.weights.endswith("int4") else ""
+
+    @property
+    def above(self) -> int:
+        """How much codes are too large as kernels read them, unsigned, besides their zero points."""
+        return self.format.offset if self.format else 8 if self.nibbles == "int4" else 0
 
     @property
     def integers(self) -> bool:

@@ -35,7 +35,7 @@ def operands_of(context: LoweringContext, group: FusionGroup, weights: str, bind
     return Operands(
         weights, REGISTER[group.main.outputs[0].dtype], "uint" if dots else context.stored(group.main.input(0)),
         context.stored(group.output), binding.zero, binding.scale,
-        binding.weight_zero, binding.weight_scale, binding.weight_minimum, binding.block, dots,
+        binding.weight_zero, binding.weight_scale, binding.weight_minimum, binding.block, dots, binding.format,
     )  # fmt: skip
 
 
@@ -131,7 +131,8 @@ def unscaled_sums(context: LoweringContext, config: Contraction, panel: int, ope
     scaled = operands.floats and operands.integers and operands.weight_scale is not None
     if context.descriptor.kind != "cpu" or config.rows > 1 or config.staged_depth or not scaled:
         return 0, 0
-    in_words = operands.nibbles and context.memory_path == "buffer" and config.vector == panel == PANEL
+    in_buffers = context.memory_path == "buffer" or operands.format is not None
+    in_words = operands.nibbles and in_buffers and config.vector == panel == PANEL
     words = context.descriptor.vector_floats if in_words else 0
     return 1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // config.columns)), words
 
@@ -184,5 +185,8 @@ def _multiplies(context: LoweringContext, config: KernelConfig, workload: Worklo
         return config.fits(workload) and binding.block % config.steps == 0
     if not isinstance(config, CodesContraction) or not config.fits(workload) or panel != CODES_PANEL:
         return False
-    by_column = bool(binding.block) == bool(binding.by_block)  # not one scale for all columns of a block
-    return by_column and binding.block % config.step == 0 and not (context.selector.limited and config.split_k > 1)
+    if binding.format is None:
+        by_column = bool(binding.block) == bool(binding.by_block)  # not one scale for all columns of a block
+        if not by_column or binding.block % config.step:
+            return False
+    return not (context.selector.limited and config.split_k > 1)

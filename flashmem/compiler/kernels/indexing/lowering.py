@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashmem.base.types import ITEMSIZE, DType
+from flashmem.compiler.ir.blocks import FORMATS
+from flashmem.compiler.ir.blocks.places import bit_places
 from flashmem.compiler.ir.broadcast import affine
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.ir.graph import Node
@@ -50,6 +52,32 @@ def lower_gather_at(context: LoweringContext, group: FusionGroup) -> None:
     shape = KernelShape(rows=count, columns=run, run=run, stride=run)
     nbytes = 2 * context.nbytes(group.output) + context.nbytes(indices)
     context.launch(group, kernel, [*args, count, run, len(context.launches) + 1], items, local, shape, nbytes=nbytes)
+
+
+@lowers("block_rows")
+def lower_block_rows(context: LoweringContext, group: FusionGroup) -> None:
+    """Lower rows of ggml's blocks to floats."""
+    x, y, kind = group.main.input(0), group.output, FORMATS[group.main.attributes["format"]]
+    depth, places = y.shape[-1], bit_places(kind)
+    rows = y.size // depth
+    local = context.work_group((depth, rows))
+    count = len(places.numbers)
+    kernel = context.kernels.kernel(
+        "indexing/block_rows",
+        attributes=context.attributes(local),
+        f=kind,
+        made=context.stored(y),
+        code_planes=kind.code_rows(1),
+        factor_planes=kind.factor_rows(),
+        count=count,
+        scale_at=places.scale,
+        minimum_at=places.minimum,
+    )
+    table = context.data(f"{kind.name}.places", 2 * count, lambda: places.numbers)
+    nbytes = context.nbytes(x) + context.nbytes(y)
+    shape = KernelShape(rows=rows, columns=depth, run=depth, stride=depth)
+    args = [context.operand(x), table, context.tensor(y)]
+    context.launch(group, kernel, [*args, rows, depth], (depth, rows), local, shape, nbytes=nbytes)
 
 
 def _copy(context: LoweringContext, group: FusionGroup) -> None:

@@ -5,44 +5,37 @@ A device with memory of its own has one transfer for all modes that copy (`strea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from flashmem.base.types import TransferMode
-from flashmem.bundle.checksums import Checksum
 from flashmem.runtime.streaming.copied_ahead import AheadTransfer
 from flashmem.runtime.streaming.modes.alias import AliasTransfer
 from flashmem.runtime.streaming.modes.dma import DmaTransfer
 from flashmem.runtime.streaming.modes.imported import ImportTransfer
 from flashmem.runtime.streaming.modes.interleave import InterleaveTransfer
 from flashmem.runtime.streaming.modes.map import MapTransfer
-from flashmem.runtime.streaming.modes.request import TransferRequest
-from flashmem.runtime.streaming.transfer import Transfer
+from flashmem.runtime.streaming.transfer import Transfer, TransferRequest
 from flashmem.schedule.modes import ALIAS, DMA, INTERLEAVE, MAP, MODES
 
 
 def _mapped(asked: TransferRequest) -> Transfer:
-    kind = MapTransfer if asked.context.device.kind == "cpu" else ImportTransfer
-    return kind(*asked.of_memory, asked.places, asked.content_hashes, asked.together, asked.after)
+    return MapTransfer(asked) if asked.context.device.kind == "cpu" else ImportTransfer(asked)
 
 
 TRANSFERS: dict[TransferMode, Callable[[TransferRequest], Transfer]] = {
     MAP.name: _mapped,
-    ALIAS.name: lambda asked: AliasTransfer(*asked.of_memory, asked.layout, asked.after),
-    DMA.name: lambda asked: DmaTransfer(*asked.of_memory, asked.layout, asked.after),
-    INTERLEAVE.name: lambda asked: InterleaveTransfer(*asked.of_memory, asked.layout, asked.after),
+    ALIAS.name: AliasTransfer,
+    DMA.name: DmaTransfer,
+    INTERLEAVE.name: InterleaveTransfer,
 }
 """By mode, what makes its transfer where the device shares the host's memory."""
 
 
-def make_transfer(mode: TransferMode, asked: TransferRequest, checksums: Mapping[str, Checksum] | None = None) -> Transfer:
-    """The transfer of `mode`, which compares slices with `checksums`.
+def make_transfer(mode: TransferMode, asked: TransferRequest) -> Transfer:
+    """The transfer of `mode`.
 
     Raises:
         RunError: the device or the budget refuses.
     """
-    if MODES[mode].copies and not asked.context.device.unified_memory:
-        made: Transfer = AheadTransfer(*asked.of_memory, asked.layout, asked.after, asked.tier)
-    else:
-        made = TRANSFERS[mode](asked)
-    made.checksums = checksums
-    return made
+    apart = MODES[mode].copies and not asked.context.device.unified_memory
+    return AheadTransfer(asked) if apart else TRANSFERS[mode](asked)

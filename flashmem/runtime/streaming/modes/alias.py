@@ -8,14 +8,11 @@ from typing import cast
 
 from flashmem.base.threads import call_each
 from flashmem.program.tensors import Slice
-from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, Queue
+from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
-from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad, view
-from flashmem.runtime.streaming.weight_file import WeightFile
+from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad, TransferRequest, view
 from flashmem.runtime.streaming.weight_objects import WeightObjects
 from flashmem.schedule.loads import Segment
-from flashmem.schedule.plan import PoolLayout
 
 
 class AliasTransfer(ThreadedTransfer):
@@ -25,23 +22,18 @@ class AliasTransfer(ThreadedTransfer):
     for writing. No kernel accesses a buffer as a whole. A transfer made `after` another one reuses its buffers.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        ledger: Ledger,
-        file: WeightFile,
-        slices: Sequence[Slice],
-        layout: PoolLayout,
-        after: AliasTransfer | None = None,
-    ) -> None:
-        super().__init__(file)
-        self._queue: Queue = context.queue() if after is None else after._queue
+    def __init__(self, asked: TransferRequest) -> None:
+        super().__init__(asked)
+        after: AliasTransfer | None = asked.after
+        self._queue: Queue = asked.context.queue() if after is None else after._queue
         if after is not None:
             self.arrived = after.arrived
         objects: WeightObjects | None = after._objects if after is not None else None
-        self._objects: WeightObjects = WeightObjects(ledger, slices, layout, objects, apart=False, host_visible=True)
-        for part in slices:
-            self.memories[part.name] = view(context, cast(Buffer, self._objects.places[part.name]), part)
+        self._objects: WeightObjects = WeightObjects(
+            asked.ledger, asked.slices, asked.layout, objects, apart=False, host_visible=True
+        )
+        for part in asked.slices:
+            self.memories[part.name] = view(asked.context, cast(Buffer, self._objects.places[part.name]), part)
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read directly into the slice's place."""

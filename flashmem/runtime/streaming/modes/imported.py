@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container
 
 from flashmem.program.tensors import Slice
-from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context, release
+from flashmem.runtime.opencl.context import release
 from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.opencl.importing import HostImports
 from flashmem.runtime.streaming.modes.map import MapTransfer
-from flashmem.runtime.streaming.shared_pages import SharedSlices
-from flashmem.runtime.streaming.transfer import TransferLoad, view
-from flashmem.runtime.streaming.weight_file import WeightFile
+from flashmem.runtime.streaming.transfer import TransferLoad, TransferRequest, view
 
 
 class ImportTransfer(MapTransfer):
@@ -24,20 +21,11 @@ class ImportTransfer(MapTransfer):
 
     binds_late = True
 
-    def __init__(
-        self,
-        context: Context,
-        ledger: Ledger,
-        file: WeightFile,
-        slices: Sequence[Slice],
-        places: SharedSlices,
-        content_hashes: Mapping[str, bytes],
-        together: Mapping[str, Slice],
-        after: ImportTransfer | None = None,
-    ) -> None:
-        self._context, self._importer = context, HostImports(context)
+    def __init__(self, asked: TransferRequest) -> None:
+        self._context, self._importer = asked.context, HostImports(asked.context)
         self._imports: dict[str, tuple[DeviceMemory, ...]] = {}  # by slice: what to release, in that order
-        super().__init__(context, ledger, file, slices, places, content_hashes, together, after)
+        super().__init__(asked)
+        after: ImportTransfer | None = asked.after
         if after is not None:
             self._imports = after._imports
             self.memories.update({name: objects[0] for name, objects in self._imports.items()})

@@ -7,11 +7,9 @@ from functools import partial
 
 from flashmem.program.tensors import Slice
 from flashmem.runtime.memory.ledger import Ledger
-from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.handles import Buffer
 from flashmem.runtime.streaming.copied import MovingTransfer, staging_slots
-from flashmem.runtime.streaming.transfer import TransferLoad
-from flashmem.runtime.streaming.weight_file import WeightFile
+from flashmem.runtime.streaming.transfer import TransferLoad, TransferRequest
 from flashmem.schedule.loads import Segment, whole_words
 from flashmem.schedule.plan import PoolLayout
 
@@ -23,19 +21,12 @@ class InterleaveTransfer(MovingTransfer):
     a slot, a buffer with one slice at a time, to which loads are copied from the ring, like preloaded slices to their places.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        ledger: Ledger,
-        file: WeightFile,
-        slices: Sequence[Slice],
-        layout: PoolLayout,
-        after: InterleaveTransfer | None = None,
-    ) -> None:
-        super().__init__(context, ledger, file, slices, layout, after)
+    def __init__(self, asked: TransferRequest) -> None:
+        super().__init__(asked)
+        ledger, layout = asked.ledger, asked.layout
         self.reads_ahead = bool(layout.staging_slots)
-        self._maps = context.queue()
-        self.staged = staging_slots(ledger, layout) if layout.staging_slots else _staging(ledger, slices, layout)
+        self._maps = asked.context.queue()
+        self.staged = staging_slots(ledger, layout) if layout.staging_slots else _staging(ledger, asked.slices, layout)
         # Allocated last: it is mapped, and mapped memory must not be released after a later failure.
         self._ring = self._new_ring(layout)
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 from flashmem.base.threads import call_each
 from flashmem.program.tensors import Slice
-from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.handles import Buffer, DeviceMemory
-from flashmem.runtime.streaming.shared_pages import SharedSlice, SharedSlices
-from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad, view
-from flashmem.runtime.streaming.weight_file import WeightFile
+from flashmem.runtime.streaming.shared_pages import SharedSlice
+from flashmem.runtime.streaming.transfer import ThreadedTransfer, TransferLoad, TransferRequest, view
 from flashmem.schedule.loads import Segment
 
 
@@ -25,33 +23,25 @@ class MapTransfer(ThreadedTransfer):
 
     in_place = True
 
-    def __init__(
-        self,
-        context: Context,
-        ledger: Ledger,
-        file: WeightFile,
-        slices: Sequence[Slice],
-        places: SharedSlices,
-        content_hashes: Mapping[str, bytes],
-        together: Mapping[str, Slice],
-        after: MapTransfer | None = None,
-    ) -> None:
-        super().__init__(file)
+    def __init__(self, asked: TransferRequest) -> None:
+        super().__init__(asked)
+        file, slices, together = asked.file, asked.slices, asked.together
         file.missed = True  # populating pages does not report misses
-        self._ledger = ledger
-        self._all, self._content_hashes = places, content_hashes
+        self._ledger = asked.ledger
+        self._all, self._content_hashes = asked.places, asked.content_hashes
         self._places: dict[str, SharedSlice] = {}
         self._together: dict[str, Buffer] = {}  # by the slices that they join
         try:
             for part in slices:
-                self._places[part.name] = places.take(file, part, content_hashes[part.name])
+                self._places[part.name] = asked.places.take(file, part, asked.content_hashes[part.name])
             elsewhere = {part.name for part in slices if not self._places[part.name].is_in(file, part.offset)}
             apart = {whole.name for name, whole in together.items() if name in elsewhere}
             for part in slices if not self.binds_late else ():
-                self.memories[part.name] = self._memory(context, part, together.get(part.name), apart)
+                self.memories[part.name] = self._memory(asked.context, part, together.get(part.name), apart)
         except BaseException:
             self.close()
             raise
+        after: MapTransfer | None = asked.after
         if after is not None:
             after._give_places_up(but=self._places)
         self.files = tuple(dict.fromkeys([file, *(place.file for place in self._places.values())]))

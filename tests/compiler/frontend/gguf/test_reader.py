@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import onnx
 import pytest
 from gguf import GGUFReader
@@ -15,8 +16,8 @@ from flashmem.base.errors import UserError
 from flashmem.compiler.frontend.gguf.reader import GGUFFile, converted
 from flashmem.compiler.frontend.gguf.weights import sketched
 from flashmem.compiler.frontend.importer import import_model
-from flashmem.compiler.ir.graph import ArrayConstant
-from flashmem.compiler.ir.quantised import QuantizedConstant
+from flashmem.compiler.ir.blocks.constant import BlockConstant
+from flashmem.compiler.ir.graph import FileConstant
 from tests.support.gguf_models import SmallLlama
 
 
@@ -30,17 +31,17 @@ def test_fields_are_those_of_the_package(tmp_path: Path) -> None:
             assert file.fields[name].contents() == field.contents(), name
 
 
-def test_scales_stay_in_the_file(tmp_path: Path) -> None:
-    """A graph has few numbers in memory: those of its blocks would be most of it, once for each shape variant."""
+def test_blocks_stay_in_the_file(tmp_path: Path) -> None:
+    """A graph has few numbers in memory, and its weights are the file's bytes."""
     path = SmallLlama(layers=1, hidden=1024, inner=32, formats=("Q4_1",), table="Q4_1").write(tmp_path / "m.gguf")
     with converted(path, 64) as made:
         graph = import_model(made.path, {"input_ids": (1, 4)}, states="auto")
         weights = [value.constant for node in graph.nodes for value in node.inputs if value is not None and value.constant]
-        quantized = [each for each in weights if isinstance(each, QuantizedConstant)]
-        parts = [part for each in quantized for part in (each.scale, each.minimum) if part is not None]
-        assert sum(part.array().nbytes for part in parts) > 200_000
-        assert sum(part.data.nbytes for part in parts if isinstance(part, ArrayConstant)) < 1000
-        assert "float16" in {part.dtype.name for part in parts}
+        blocks = [each for each in weights if isinstance(each, BlockConstant)]
+        assert len(blocks) == 6 and {each.format.name for each in blocks} == {"Q4_1"}
+        assert all(isinstance(each.data, FileConstant) for each in blocks)
+        of_file = {tensor.name: tensor.data for tensor in GGUFReader(path).tensors}
+        assert any(np.array_equal(each.data.array(), of_file["token_embd.weight"]) for each in blocks)
 
 
 def test_the_model_is_written_beside_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

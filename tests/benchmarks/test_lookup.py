@@ -1,18 +1,17 @@
-"""The capacity model from compiled code: seconds by the busiest pipeline, bytes by the first one without time left."""
+"""The lookup of counted kernel configs: seconds by the busiest pipeline, bytes by the first one without time left."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
+from benchmarks.paper.lookup import CompiledCode
 from flashmem.base.errors import UserError
 from flashmem.base.resources import names, read_text
 from flashmem.compiler.configs.listed import configs_of
 from flashmem.compiler.kernels.contraction.configs import PlainContraction
-from flashmem.planning.capacity.choice import default_model
-from flashmem.planning.capacity.compiled import CODE, LANE, CompiledCode, KernelCode, read_codes, write_codes
+from flashmem.compiler.selection.counted_code import CODE, LANE, KernelCode, read_codes, write_codes
 from flashmem.planning.capacity.model import load_capacity
 from flashmem.planning.capacity.roofline import Roofline
 from flashmem.program.launches import KernelShape, Launch
@@ -106,22 +105,7 @@ def test_shipped_files_have_every_config(name: str) -> None:
         assert tiles >= {(config.rows, config.columns, config.half_run > 0) for config in listed} != set()
     assert {code.memory_path for code in codes if code.family == LANE} == {"texture", "buffer"}
     assert all(0.3 < code.slots < 30 for code in codes)
-    loaded = default_model(descriptor, "texture")
-    assert isinstance(loaded, CompiledCode) and "not measured" in loaded.note
-
-
-def test_a_file_beside_a_descriptor_is_found(tmp_path: Path) -> None:
-    (tmp_path / f"mine{CODE}").write_text(write_codes(CODES, "mine"))
-    descriptor = replace(PHONE, capacity_model=str(tmp_path / "mine"))
-    assert isinstance(default_model(descriptor, "texture"), CompiledCode)
-    with pytest.raises(UserError, match=r"has no \[pipelines\]"):
-        default_model(replace(descriptor, pipelines=None), "texture")
-
-
-def test_a_copy_of_a_shipped_descriptor_has_the_shipped_numbers(tmp_path: Path) -> None:
-    (tmp_path / "my.toml").write_text(read_text("devices", "adreno750.toml"))
-    copy, shipped = (default_model(load_descriptor(name), "texture") for name in (str(tmp_path / "my.toml"), "adreno750"))
-    assert isinstance(copy, CompiledCode) and copy.seconds(launch()) == shipped.seconds(launch())
+    assert "not measured" in CompiledCode.load(descriptor, "texture").note
 
 
 def test_cores_change_the_widths() -> None:
