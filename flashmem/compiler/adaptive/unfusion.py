@@ -52,9 +52,6 @@ def refine(pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMod
     mode.
     """
 
-    def cost(tried: Attempt) -> float:
-        return tried.plan.objective
-
     cuts: Cuts = frozenset()
     best = first
     if not may_refine(limits, mode):
@@ -75,20 +72,23 @@ def refine(pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMod
             tried = None
         # Under a budget, latency may have replaced the paper's objective; chunks and seconds cannot be compared.
         same_kind = tried is not None and tried.plan.objective_kind == best.plan.objective_kind
-        if tried is not None and same_kind and cost(tried) < cost(best) * (1 - 1e-6):
-            best = tried
-            cuts = cuts | {split.node for split in chosen}
+        if tried is not None and same_kind and tried.plan.objective < best.plan.objective * (1 - 1e-6):
+            best, cuts = tried, cuts | {split.node for split in chosen}
             done += chosen
             ranked = _ranked(best, cuts, pipeline, limits)
             batch = 2 * batch
         else:
             batch = min(batch, len(ranked)) // 2
         generated += one_try
-    if not done:
-        return best
+    return _noted(first, best, done) if done else best
+
+
+def _noted(first: Attempt, best: Attempt, done: Sequence[Split]) -> Attempt:
+    """`best` with a note about the splits that were `done` since `first`."""
     names = ", ".join(f"{split.name} before {split.node.op} (+{split.gain} chunks)" for split in done[:_NAMED])
     more = f" and {len(done) - _NAMED} more" if len(done) > _NAMED else ""
-    note = f"adaptive unfusion split {len(done)} groups, objective {cost(first):.6g} to {cost(best):.6g}: {names}{more}"
+    better = f"objective {first.plan.objective:.6g} to {best.plan.objective:.6g}"
+    note = f"adaptive unfusion split {len(done)} groups, {better}: {names}{more}"
     return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, note)))
 
 

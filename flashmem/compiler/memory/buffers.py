@@ -158,6 +158,15 @@ class _Item:
         return max(reads, default=self.first)
 
 
+def _apart(one: _Item, other: _Item, shift: int, spared: int) -> bool:
+    """Whether nothing needs bytes of both at once, with `other` moved by `shift`; reads by group `spared` do not count."""
+    low = max(one.at, other.at + shift)
+    high = min(one.at + one.nbytes, other.at + shift + other.nbytes)
+    if low >= high:
+        return True
+    return one.last(low, high, spared=spared) < other.first or other.last(low - shift, high - shift) < one.first
+
+
 class _Trees:
     """Values grouped by the root of their memory, with their lifetimes. Groups count from 1."""
 
@@ -294,20 +303,9 @@ class _Trees:
 
     def _candidates(self, group: FusionGroup) -> Iterator[Value]:
         """The operands that the group's kernel reads element by element, with the shape and storage of its output."""
-        operator = REGISTRY[group.main.op]
-        output = group.output
-        if group.moved is not None or group.prologue:  # it does not write where it reads, or reads in another order
-            return
-        if operator.expression is not None:
-            read = dict.fromkeys(group.read())
-            possible = list(read)
-        elif operator.in_place:
-            read = dict.fromkeys(group.read())
-            possible = group.operands() + ([group.main.input(0)] if operator.in_place == "input" else [])
-            possible = [value for value in possible if group.read().count(value) == 1]
-        else:
-            return
-        if not _fills_vectors(group, read):
+        possible, output = _read_in_order(group), group.output
+        read = dict.fromkeys(group.read())
+        if not possible or not _fills_vectors(group, read):
             return
         for value in possible:
             base = self._aliases.base(value)
@@ -338,14 +336,7 @@ class _Trees:
         shift = read.at + start - made.at  # distance from the new root's start to the old one's
         for one in self.members[old]:
             for other in self.members[new]:
-                low = max(one.at, other.at + shift)
-                high = min(one.at + one.nbytes, other.at + shift + other.nbytes)
-                if low >= high:
-                    continue
-                handed = one is read and other is made
-                before = one.last(low, high, spared=at if handed else -1)
-                apart = before < other.first or other.last(low - shift, high - shift) < one.first
-                if not apart:
+                if not _apart(one, other, shift, spared=at if one is read and other is made else -1):
                     return False
         inside = self._item_of[new].nbytes + shift <= self._item_of[old].nbytes and shift >= 0
         if shift <= 0 and self._item_of[old].nbytes - shift <= self._item_of[new].nbytes:
@@ -355,6 +346,19 @@ class _Trees:
         else:
             return False
         return True
+
+
+def _read_in_order(group: FusionGroup) -> list[Value]:
+    """The operands that the group's kernel reads where it writes, element by element."""
+    if group.moved is not None or group.prologue:  # it does not write where it reads, or reads in another order
+        return []
+    operator, read = REGISTRY[group.main.op], group.read()
+    if operator.expression is not None:
+        return list(dict.fromkeys(read))
+    if not operator.in_place:
+        return []
+    possible = group.operands() + ([group.main.input(0)] if operator.in_place == "input" else [])
+    return [value for value in possible if read.count(value) == 1]
 
 
 def _fills_vectors(group: FusionGroup, read: Iterable[Value]) -> bool:
