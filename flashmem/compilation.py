@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -51,6 +51,10 @@ class Compilation:
     def request(self) -> BundleRequest:
         """The resolved request; it is the same for all variants."""
         return self.variants[0].request
+
+    def refusing(self, refused: Mapping[str, str]) -> Compilation:
+        """The same without these kernels, where others are in their place."""
+        return replace(self, variants=tuple(replace(each, refused=refused) for each in self.variants))
 
     @property
     def kind(self) -> ModelKind:

@@ -14,7 +14,7 @@ from typing import Any
 
 from flashmem.base.errors import BudgetError, FlashmemWarning, UserError
 from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
-from flashmem.bundle.cache import find_or_make
+from flashmem.bundle.cache import find_or_make, forget
 from flashmem.bundle.language import WEIGHTS_KEY, Language
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
@@ -72,26 +72,42 @@ def compile(call: CompileCall) -> Bundle:
 
         def make(place: Path) -> Bundle:
             hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_language else ""
-            with compilation.in_a_file(place) as filed, _as_onnx(filed, beside=place) as source, adding(after=hint):
-                if filed is not compilation:
+            asked = compilation.refusing(refused)
+            with asked.in_a_file(place) as filed, _as_onnx(filed, beside=place) as source, adding(after=hint):
+                if filed is not asked:
                     source = replace(source, meta={**source.meta, "model_path": ""})
                 read = _read(source, filed, progress)
                 return _compile(filed, source, read, place, progress, kernels if call.build else None)
 
-        bundle = find_or_make(compilation.name, make, compilation.describes) if call.output is None else make(call.output)
+        def find() -> Bundle:
+            return find_or_make(compilation.name, make, compilation.describes) if call.output is None else make(call.output)
+
+        refused = kernels.wrong(compilation.variants[0].descriptor.name) if call.build else {}
+        bundle = find()
         if not call.build:
             return bundle
-        built = kernels.finish(bundle)
+        for rounds in range(MOST_ROUNDS, -1, -1):
+            built = kernels.finish(bundle, refused if rounds else None)
+            if built is None or built.wrong.keys() <= refused.keys() or not rounds:
+                break
+            refused = {**refused, **{name: finding.wrong for name, finding in built.wrong.items()}}
+            forget(bundle.files)  # if it is in the cache
+            bundle = find()
         if built is not None:
-            _warn_of_miscompiled(built)
+            _warn_of_miscompiled(built, bundle)
         return carrying(bundle, built) if call.with_binaries else bundle
 
 
-def _warn_of_miscompiled(built: BuildResult) -> None:
+MOST_ROUNDS = 3
+"""How often a model is compiled again because kernels were found to be wrong: each time other configs are chosen for these."""
+
+
+def _warn_of_miscompiled(built: BuildResult, bundle: Bundle) -> None:
+    used = {name for each in bundle.variants for name in each.source.kernels}
     for name, finding in built.wrong.items():
+        instead = "which is compiled without optimisation there" if name in used else "and another one is in its place"
         warnings.warn(
-            f"the driver of {built.device.name} miscompiles the kernel {name}, which is compiled without optimisation there: "
-            f"{finding.wrong}",
+            f"the driver of {built.device.name} miscompiles the kernel {name}, {instead}: {finding.wrong}",
             FlashmemWarning,
             stacklevel=3,
         )
@@ -124,7 +140,8 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | N
 
     A file that is written for this is on the disk of the bundle `beside`, or a temporary one.
     """
-    model, request = compilation.model, compilation.request
+    model = compilation.model
+    request = compilation.request
     if compilation.kind == "gguf":
         read = sketched if sketch else matrix
         with converted(model, request.max_length, read, request.batch, beside=beside) as language:
@@ -232,7 +249,8 @@ def _compile(
     `kernels` are built while plans are made, and weights are packed and written. A variant that is not among those of
     `compilation` is left out if the budget is too small for it.
     """
-    model, options = compilation.model, compilation.variants[0]
+    model = compilation.model
+    options = compilation.variants[0]
     data = states_of(file for file in source.files if file.resolve() != model.resolve())
 
     def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
@@ -268,7 +286,8 @@ def _compile(
 
 def _variant(generated: Generated, planned: CompiledVariant, options: Options) -> ShapeVariant:
     """One shape variant of the bundle. `generated`: its program, with the weights that variants share."""
-    program, plan = generated.program, planned.plan
+    program = generated.program
+    plan = planned.plan
     codes = {name: ProgramCode(program.with_launches_of(each.program), each.source) for name, each in planned.elsewhere.items()}
     own = {
         "shapes": {name: list(shape) for name, shape in options.shapes.items()},

@@ -33,14 +33,18 @@ from flashmem.runtime.opencl.handles import Buffer, Texture
 from flashmem.runtime.opencl.launching import PreparedLaunch
 from flashmem.target.descriptor import DeviceDescriptor
 
+from .checked import CheckedKernels
+
 _BLOCK = 16 << 20  # bytes written at a time
 _HELD_BYTES = 4 << 30  # bytes of buffers and textures kept for the next operator
 _LARGEST_SLICE = 1 << 30
-_FEWEST, _MOST = 3, 60
+_FEWEST = 3
+_MOST = 60
 _SECONDS = 0.04  # device time for which an operator is repeated
 _BATCH = 10
 _HOPELESS = 0.5  # seconds from which the first launch is not repeated
-_IN_A_ROW, _ROW_SECONDS = 20, 0.02  # the most runs of an operator one after the other, and about the longest such row
+_IN_A_ROW = 20
+_ROW_SECONDS = 0.02  # the most runs of an operator one after the other, and about the longest such row
 _HOLD = """
 __kernel void hold(__global float* x, const int steps)
 {
@@ -92,6 +96,7 @@ class Stand:
         self._images: dict[tuple[object, ...], Texture] = {}
         self._programs: dict[str, CompiledProgram] = {}
         self._hold: PreparedLaunch | None = None
+        self.checks = CheckedKernels(device)
 
     def __enter__(self) -> Stand:
         return self
@@ -102,6 +107,7 @@ class Stand:
     def close(self) -> None:
         """Release all resources."""
         self._programs.clear()
+        self.checks.close()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -179,7 +185,8 @@ class Stand:
         Raises:
             RunError: the device refuses a kernel or its memory.
         """
-        plan, resources = made.program, self.resources(made)
+        plan = made.program
+        resources = self.resources(made)
         steps = make_steps(plan, {}, {}, resources, program, None)
         pairs = zip(plan.launches, steps, strict=True)
         if families:
@@ -281,9 +288,10 @@ def time_graph(stand: Stand, graph: Graph, descriptor: DeviceDescriptor) -> Time
 
     Raises:
         UserError: it cannot be compiled for the device.
-        RunError: the device refuses it.
+        RunError: the device refuses it, or miscompiles a kernel.
     """
     made = generated(graph, descriptor)
+    stand.checks.refuse_wrong(made.program, made.source)
     commands = stand.commands(made, stand.build(made))
     if not commands:
         raise RunError("the graph has no kernel to time")

@@ -36,7 +36,14 @@ SAMPLED = ("base", "benchmarks", "bundle", "cli", "compiler", "conformance", "fu
 """Folders of tests that compile and run models, or start processes. A plain run takes a sample of them."""
 
 
-ON_DRIVERS = ("compiler/lowering", "conformance/test_exact", "conformance/test_models", "conformance/test_onnx", "tools/doctor")
+ON_DRIVERS = (
+    "compiler/lowering",
+    "conformance/test_exact",
+    "conformance/test_models",
+    "conformance/test_onnx",
+    "runtime/opencl/test_masked_reads",
+    "tools/doctor",
+)
 """The folders whose tests a run on another driver takes a sample of (`--driver`)."""
 
 

@@ -74,8 +74,13 @@ class Thread(threading.Thread):
     """
 
     def __init__(self, work: Callable[..., object], name: str, arguments: Sequence[Any], *, daemon: bool) -> None:
-        """`started` starts it."""
+        """`started` starts it.
+
+        `threading` has a weak set of all thread objects, of which only a forked process asks. At the end of an object it calls
+        a function of Python, in which Ctrl-C would be lost: the main thread may drop a session, and its threads, at any moment.
+        """
         super().__init__(target=work, args=arguments, name=name, daemon=daemon)
+        threading._dangling.discard(self)  # type: ignore[attr-defined]
         self._running = threading.Lock()
         self._running.acquire()
         self._over = False
@@ -100,12 +105,6 @@ class Thread(threading.Thread):
         super().join()  # a moment; Ctrl-C may end it
 
 
-_kept: list[Thread] = []
-"""Threads that were started. Their objects end in `started`: `threading` is told by a function of Python, in which Ctrl-C would
-be lost.
-"""
-
-
 def started(work: Callable[..., object], name: str, *arguments: Any, daemon: bool = True) -> Thread:
     """A new thread that calls `work` with the arguments. Assign the result inside `held_back` where the thread must be known.
 
@@ -116,7 +115,6 @@ def started(work: Callable[..., object], name: str, *arguments: Any, daemon: boo
     """
     thread = Thread(work, name, arguments, daemon=daemon)
     with held_back():
-        _kept[:] = [each for each in _kept if each.is_alive()] + [thread]
         try:
             thread.start()
         except RuntimeError as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+import weakref
 
 import pytest
 
@@ -85,6 +87,18 @@ def test_a_thread_is_known_or_not_begun() -> None:
 
     assert interrupt_everywhere(begin, check) > 10
     assert not [thread for thread in threading.enumerate() if thread.name == "flashmem-test" and thread.is_alive()]
+
+
+def test_nothing_of_python_runs_when_a_thread_object_ends() -> None:
+    """Ctrl-C in such a function would be lost."""
+    called: list[str] = []
+    thread = started(lambda: None, "short")
+    thread.join()
+    gone = weakref.ref(thread)
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    del thread
+    sys.setprofile(None)
+    assert gone() is None and called == []
 
 
 def test_a_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,15 +19,17 @@ from flashmem.base.errors import RunError, UserError
 from flashmem.planning.capacity.features import launch_features
 from flashmem.profiler import measure, run, sessions
 from flashmem.profiler.bench import Bench
-from flashmem.profiler.cases import Made, elementwise_target
+from flashmem.profiler.cases import Made, elementwise_target, matmul_target
 from flashmem.profiler.dataset import Growing, read_dataset
 from flashmem.profiler.models import read_models
 from flashmem.profiler.rates import MachineRates
+from flashmem.runtime.kernels import pool
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import load_descriptor
 from tests.support.command_line import invoke
 from tests.support.made_profile import BASIS, law
+from tests.support.miscompiling_worker import KERNEL
 from tests.support.paths import DATA
 
 POCL = load_descriptor("pocl")
@@ -53,6 +55,19 @@ def test_a_load_that_fails_costs_a_launch_that_mode_only(monkeypatch: pytest.Mon
             assert modes() == {"none", other}
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("flashmem-loader")]
         assert modes() == {"none", default, other}
+
+
+def test_a_launch_whose_kernel_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = list_devices()[0]
+    descriptor = descriptor_for(device).on_path("buffer")
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(pool, "WORKER", "tests.support.miscompiling_worker")
+    product, total = matmul_target(5, 12, 40, descriptor), elementwise_target(1 << 10, descriptor)
+    monkeypatch.setenv(KERNEL, product.launch.kernel)
+    with Bench(device, descriptor, tmp_path) as bench:
+        bench.prepare(total)
+        with pytest.raises(RunError, match=f"miscompiles it: {product.launch.kernel}: .* are wrong"):
+            bench.prepare(product)
 
 
 def test_a_lane_that_does_not_build_costs_a_launch_that_mode_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

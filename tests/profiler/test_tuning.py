@@ -38,8 +38,10 @@ from flashmem.profiler.descriptor import name_table, write_descriptor
 from flashmem.profiler.shapes import Attention, Batched, Convolution, Matmul, Shape, unet_shapes, zoo_shapes
 from flashmem.profiler.timing import generated
 from flashmem.profiler.tuning import Case, TuningRequest, TuningResult, cases, summary, tune
+from flashmem.runtime.kernels import pool
 from flashmem.target.descriptor import DeviceDescriptor, PlainTile, load_descriptor
 from tests.support.command_line import invoke
+from tests.support.miscompiling_worker import KERNEL
 from tests.support.paths import DATA, ROOT
 
 CONFIGS = (
@@ -255,6 +257,17 @@ def test_what_a_process_died_of_is_not_tried_again(pocl_table: tuple[Path, Tunin
 def test_no_product_is_begun_when_the_time_is_spent(pocl_table: tuple[Path, TuningResult], tmp_path: Path) -> None:
     result, said = run(tmp_path, minutes=0.0)
     assert (result.measured, result.left, said) == (0, 2, [])
+
+
+def test_a_config_whose_kernel_is_wrong_has_no_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are wrong here, where a child compiles them: one is the soonest, then the next."""
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(pool, "WORKER", "tests.support.miscompiling_worker")
+    monkeypatch.setenv(KERNEL, "__kernel")
+    result, _ = run(tmp_path, CASES[:1])
+    found = {each.config: each for each in result.database.timings}
+    assert [each for each in found.values() if each.seconds is not None] == []
+    assert all("the driver miscompiles it: " in found[name].note for name in ("tile", "wide", "shared"))
 
 
 def test_nothing_to_choose_is_said(pocl_table: tuple[Path, TuningResult], tmp_path: Path) -> None:

@@ -1,18 +1,25 @@
-"""A child that works on kernels with a driver that is imitated to miscompile fabs(), if it optimises."""
+"""A child that works on kernels with a driver that is imitated to miscompile fabs(), if it optimises; and all sums of the
+kernel that a variable names.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from flashmem.runtime.kernels import worker
 from flashmem.runtime.kernels.verdicts import UNOPTIMISED
 from flashmem.runtime.opencl.context import Context
 
+KERNEL = "FLASHMEM_TEST_MISCOMPILED"
+
 _build = Context.build
 
 
 def build(context: Context, source: str, options: Any) -> Any:
     """In place of `Context.build`."""
+    if KERNEL in os.environ and os.environ[KERNEL] in source:
+        source = source.replace("fma(", "-fma(")
     return _build(context, source if UNOPTIMISED in options else source.replace("fabs(", "-fabs("), options)
 
 

@@ -109,7 +109,8 @@ def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]
     descriptor = descriptor_for(device)
     print(f"\n{number}  {device.platform}: {device.name}, driver {device.driver_version}")
     shared = "shared with the host" if device.unified_memory else "not shared"
-    whole, most = format_size(device.global_memory_bytes), format_size(device.max_alloc_bytes)
+    whole = format_size(device.global_memory_bytes)
+    most = format_size(device.max_alloc_bytes)
     print(f"     {'memory':<22} {whole} {shared}, {most} at a time")
     if device.has_images:
         over = (
@@ -129,8 +130,8 @@ def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]
     for name, reason in unused_of(device.extensions).items():
         print(f"     {'not used':<22} {name}: {reason}")
     for finding in Verdicts(device).wrong.values():
-        use = "compiled without optimisation" if finding.options is not None else "not used"
-        print(f"[!!] {'a kernel':<22} {finding.name} is miscompiled by this driver, and {use}: {finding.wrong}")
+        use = "else without optimisation" if finding.options is not None else "else refused"
+        print(f"[!!] {'a kernel':<22} {finding.name} is miscompiled here; replaced if possible, {use}: {finding.wrong}")
     for result in results:
         print(f"{_mark(result.ok)} {result.test:<22} {result.said}")
 

@@ -16,6 +16,7 @@ from flashmem.compiler.adaptive.unfusion import may_refine, refine
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.generated import NOTHING_RESERVED, Generated, Reserved
 from flashmem.compiler.options import Options
+from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.stages.pipeline import GroupedGraph, Pipeline, Watch
 from flashmem.compiler.stages.planned import Attempt, with_layouts
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
@@ -84,12 +85,23 @@ def plan_grouped(
 
 def _best(pipeline: Pipeline) -> Attempt:
     """The attempt with the slices and splits that are best under the limits, and its completed plan."""
-    limits, graph = pipeline.options.request, pipeline.grouped.graph
+    limits = pipeline.options.request
+    graph = pipeline.grouped.graph
     pipeline, first = first_attempt(pipeline, limits)
     best = refine(pipeline, first, limits, pipeline.options.mode)
     best = replace(best, plan=pipeline.completed(replace(best, instance=pipeline.instance(best.generated.program))))
     notes = (f"{' and '.join(graph.widened)} of the model computed in float32",) if graph.widened else ()
-    return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, *notes)))
+    refused = _notes_of_refused(pipeline.options, pipeline.selector, best.generated)
+    return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, *notes, *refused)))
+
+
+def _notes_of_refused(options: Options, selector: KernelSelector, generated: Generated) -> list[str]:
+    """What became of the kernels that the device's driver miscompiles."""
+    used = {name: "is compiled without optimisation" for name in generated.source.kernels if name in options.refused}
+    left_out = {name: "is left out for a kernel of another config" for name in selector.left_out}
+    return [
+        f"{name} {what}, because the driver miscompiles it: {options.refused[name]}" for name, what in (left_out | used).items()
+    ]
 
 
 def refusal(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from flashmem.compiler.lowering.context import Cuts, PackedBefore
 from flashmem.compiler.memory.placement import PlacedGraph
-from flashmem.compiler.selection.selector import KernelSelector
+from flashmem.compiler.selection.selector import KernelRequest, KernelSelector
 from flashmem.compiler.weights.packing_list import OnPiece, PackingList, WeightSink
 from flashmem.compiler.weights.sharing import NOTHING_STORED, Placements, StoredWeights
 from flashmem.compiler.weights.slicing import DEFAULT, Slicing
@@ -55,7 +55,8 @@ class Generated:
     """A generated program: the OpenCL C of its kernels, its weights (not yet read) and its resident constants (in memory).
 
     `weights` lists the weights that this program adds to the weight file. `placements` also has those that the file had before.
-    `cuts`: the slices of its packed weights. It was made of `placed` by `lowering`.
+    `cuts`: the slices of its packed weights. `chosen`: by name, kernels of groups for which configs were selected, with the
+    requests. It was made of `placed` by `lowering`.
     """
 
     program: Program
@@ -64,6 +65,7 @@ class Generated:
     constants: NDArray[np.uint8]
     placements: Placements
     cuts: Cuts = field(repr=False)
+    chosen: Mapping[str, frozenset[KernelRequest]] = field(repr=False)
     placed: PlacedGraph = field(repr=False)
     lowering: Lowering = field(repr=False)
 

@@ -1,13 +1,14 @@
 """Kernel selector: chooses a config for each workload of one model, by the cost of a first answer or of later ones.
 
 A model is generated once to collect its requests. If the best configs for all of them together differ, it is generated again.
+So it is if one of its kernels is known to be miscompiled, with the next best config for that kernel's requests.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmem.base.types import Optimize
@@ -59,11 +60,27 @@ class KernelRequest:
 
 
 class KernelSelector:
-    """Selects kernel configs for one model on one device. `limited`: memory is limited, so no config may enlarge weights."""
+    """Selects kernel configs for one model on one device. `limited`: memory is limited, so no config may enlarge weights.
 
-    def __init__(self, descriptor: DeviceDescriptor, optimize: Optimize = "steady", *, limited: bool = False) -> None:
-        self._descriptor, self._limited = descriptor, limited
+    `refused`: names of kernels that the device's driver miscompiles.
+    """
+
+    def __init__(
+        self,
+        descriptor: DeviceDescriptor,
+        optimize: Optimize = "steady",
+        *,
+        limited: bool = False,
+        refused: frozenset[str] = frozenset(),
+    ) -> None:
+        self._descriptor = descriptor
+        self._limited = limited
         self._optimize = optimize
+        self.refused = refused
+        self._avoided: dict[KernelRequest, set[KernelConfig]] = defaultdict(set)
+        self._recent: set[KernelRequest] = set()
+        self.left_out: dict[str, None] = {}
+        """Names of refused kernels for which other configs were looked for."""
         self._requests: Counter[KernelRequest] = Counter()
         self._answers: dict[KernelRequest, KernelConfig] = {}
         self._selected = optimize == "steady"
@@ -85,10 +102,35 @@ class KernelSelector:
         """
         request = KernelRequest(workload, tuple(ending), widest, winograd, forms, halves)
         self._requests[request] += 1
+        self._recent.add(request)
         if request not in self._answers:
-            first = self._first and self._first.config(workload, ending, widest, winograd, forms, halves)
-            self._answers[request] = self._sooner(request, first) if first else self._soonest(request)
+            self._answers[request] = self._answer(request)
         return self._answers[request]
+
+    def _answer(self, request: KernelRequest) -> KernelConfig:
+        if self._first is None:
+            return self._soonest(request)
+        asked = request.workload, request.ending, request.widest, request.winograd, request.forms, request.halves
+        return self._sooner(request, self._first.config(*asked))
+
+    def recent(self) -> frozenset[KernelRequest]:
+        """The requests since the last call."""
+        recent = frozenset(self._recent)
+        self._recent = set()
+        return recent
+
+    def avoid(self, kernel: str, requests: Iterable[KernelRequest]) -> bool:
+        """Select other configs for these requests, of which the refused `kernel` came. Returns whether any has another one.
+
+        A request of which all configs were refused has the best of them again.
+        """
+        before = dict(self._answers)
+        self.left_out[kernel] = None
+        for request in requests:
+            if request in self._answers:
+                self._avoided[request].add(self._answers.pop(request))
+                self._answers[request] = self._answer(request)
+        return before != self._answers
 
     def _sooner(self, request: KernelRequest, first: KernelConfig) -> KernelConfig:
         """The best config for later runs that reads the weights packed for `first`, or `first` itself."""
@@ -101,8 +143,10 @@ class KernelSelector:
 
         Of configs that read the same packed weights, it chooses the fastest, if that is worth another kernel.
         """
-        later = KernelSelector(self._descriptor, "steady", limited=self._limited)
+        later = KernelSelector(self._descriptor, "steady", limited=self._limited, refused=self.refused)
         later._first = self
+        later._avoided = self._avoided
+        later.left_out = self.left_out
         return later
 
     def on_device(self, descriptor: DeviceDescriptor) -> KernelSelector:
@@ -147,8 +191,10 @@ class KernelSelector:
             listed = dict.fromkeys((*times, *configs_of(self._descriptor, workload.family), plain))
             there = [config for config in listed if packed_form(workload, config) in request.forms]
             times = {config: times.get(config, max(times.values(), default=0.0)) for config in there} or times
+        times = times or {plain: 0.0}
+        times = {config: time for config, time in times.items() if config not in self._avoided.get(request, ())} or times
         rate = self._weights_rate
-        return {config: time + packed_bytes(workload, config) / rate for config, time in (times or {plain: 0.0}).items()}
+        return {config: time + packed_bytes(workload, config) / rate for config, time in times.items()}
 
     @property
     def _weights_rate(self) -> float:
@@ -157,7 +203,8 @@ class KernelSelector:
         In later runs no weight is still in a cache after all others have been read. A CPU's `memory_bandwidth` may be that of
         its caches; a copy reads and writes.
         """
-        rates, cpu = self._descriptor.rates, self._descriptor.kind == "cpu"
+        rates = self._descriptor.rates
+        cpu = self._descriptor.kind == "cpu"
         if self._optimize == "cold":
             return rates.disk_bandwidth
         return min(rates.memory_bandwidth, 2 * rates.copy_bandwidth) if cpu else rates.memory_bandwidth
@@ -198,7 +245,8 @@ def fewest(costs: Sequence[Mapping[KernelConfig, float]], build: float) -> list[
     """
 
     def assigned(chosen: Sequence[KernelConfig]) -> tuple[float, list[KernelConfig]]:
-        total, found = build * len(chosen), []
+        total = build * len(chosen)
+        found = []
         for row in costs:
             best = min((config for config in chosen if config in row), key=lambda config: row[config], default=None)
             if best is None:
@@ -214,7 +262,9 @@ def fewest(costs: Sequence[Mapping[KernelConfig, float]], build: float) -> list[
         cheaper, assignment, left = min(((*assigned(kept), kept) for kept in fewer), key=lambda each: each[0])
         if cheaper >= total:
             break
-        total, found, chosen = cheaper, assignment, left
+        total = cheaper
+        found = assignment
+        chosen = left
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import Self
@@ -35,7 +35,8 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 Report = Callable[[float], None]
 
-SHARE, MOST_SECONDS = 0.1, 20.0
+SHARE = 0.1
+MOST_SECONDS = 20.0
 """Of compilation's time, and at most: for checks of whole launches, after all else."""
 
 
@@ -78,7 +79,9 @@ class KernelBuilder:
             device: the target of compilation, as for `flashmem.compile`.
             report: called with the fraction done, in `begin`, `poll` and `finish`.
         """
-        self._asked, self._report, self._cache = device, report, ProgramCache()
+        self._asked = device
+        self._report = report
+        self._cache = ProgramCache()
         self._pool: ChildPool | None = None
         self._built = set[str]()
         self._sampled = set[str]()  # keys of texts
@@ -105,11 +108,16 @@ class KernelBuilder:
         while self._pool is not None and self._pool.step(wait=False):
             self._report(self._pool.fraction)
 
-    def finish(self, bundle: Bundle) -> BuildResult | None:
+    def wrong(self, descriptor: str) -> dict[str, str]:
+        """Kernels that the driver of a local device is known to miscompile, and how; none if there is no such device."""
+        device = device_for(descriptor, self._asked)
+        return {} if device is None else {each.name: each.wrong for each in Verdicts(device).wrong.values()}
+
+    def finish(self, bundle: Bundle, known: Collection[str] | None = None) -> BuildResult | None:
         """Wait until all kernels of `bundle` are in the program cache, and a sample of each is checked.
 
         Then whole launches are checked, for another tenth of the time since this builder was made. Kernels that are wrong are
-        built again with the options that are right.
+        built again with the options that are right; but if one is that is not among those `known`, it returns at once.
 
         Returns:
             None, with nothing built, if the device is not on this machine, or with a warning if the cache cannot be written.
@@ -145,6 +153,8 @@ class KernelBuilder:
                 end = monotonic() + min(MOST_SECONDS, SHARE * (monotonic() - self._begun))
             while self._pool.step(until=end):
                 self._report(self._pool.fraction)
+            if known is not None and not self._wrong.keys() <= set(known):
+                break
             self._pool.check("compile with --no-build to leave the kernels to the first run")
         return BuildResult(device, tuple(keys), len(self._built), self._wrong)
 
@@ -163,7 +173,8 @@ class KernelBuilder:
         if missing and why_unusable(self._cache.folder) is not None:
             return device, tuple(wanted), True
         checks = ProgramChecks(kernels, program, device, self._note)
-        samples, wholes = checks.samples(self._sampled), checks.jobs(leave=self._checked)
+        samples = checks.samples(self._sampled)
+        wholes = checks.jobs(leave=self._checked)
         self._built |= missing.keys()
         self._sampled |= set(checks.texts)
         self._checked |= {trial.key for job in wholes for trial in job.trials}
@@ -205,7 +216,8 @@ def kernels_of(request: BuildRequest, device: Device) -> tuple[Program, tuple[Re
     if MODES[mode].by_kernels:
         if request.plan is None:
             return None
-        slices, kind = {part.name: part for part in program.slices}, lane_kind(program)
+        slices = {part.name: part for part in program.slices}
+        kind = lane_kind(program)
         moves = layer_moves(request.plan, slices, kind)
         later = request.plan.later()
         again = moves if later is request.plan else layer_moves(later, slices, kind)

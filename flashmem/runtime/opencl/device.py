@@ -9,6 +9,7 @@ from typing import Literal
 
 from flashmem.runtime.opencl.dot_products import with_dot_products
 from flashmem.runtime.opencl.handles import DeviceHandle
+from flashmem.runtime.opencl.masked_reads import with_masked_reads
 from flashmem.runtime.opencl.tensor_cores import with_tensor_cores
 from flashmem.target.descriptor import SHUFFLES, descriptor_names
 
@@ -74,6 +75,11 @@ class Device:
         return "portable computing language" in self.platform.lower()
 
     @property
+    def reads_unasked(self) -> bool:
+        """Whether kernels read where no work-item asks (`flashmem.runtime.opencl.masked_reads`)."""
+        return self.name.lower().startswith("llvmpipe")
+
+    @property
     def shuffles(self) -> bool:
         """Whether kernels can use subgroup shuffles: an extension in OpenCL C 3.0, which has subgroup functions."""
         version = re.match(r"OpenCL (\d+)", self.version)
@@ -86,6 +92,7 @@ class Device:
 
     def with_instructions(self, text: str) -> str:
         """The text for the compiler: the kernels of `text`, after functions for instructions of the device that they use."""
+        text = with_masked_reads(text) if self.reads_unasked else text
         return with_dot_products(with_tensor_cores(text, mma=self.mma), self.dots)
 
     @property

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from math import inf
 
 from flashmem.base.errors import BudgetError
+from flashmem.base.threads import call_each
 from flashmem.base.types import TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.program.program import fixed_bytes
@@ -17,6 +18,7 @@ from flashmem.runtime.engine.engine import Engine
 from flashmem.runtime.engine.opened import OpenedBundle
 from flashmem.runtime.engine.replanned import NO_TIMES, fitted, instance_of, refused
 from flashmem.runtime.engine.run import Run
+from flashmem.runtime.kernels.background_check import BackgroundCheck
 from flashmem.runtime.opencl.context import Queue
 from flashmem.runtime.request.compatibility import for_processor
 from flashmem.runtime.serving.host_memory import SharedHostMemory
@@ -51,10 +53,12 @@ class LoadedModel:
         build_apart: bool,
         prepare: bool,
         verify_weights: bool = False,
+        check: BackgroundCheck | None = None,
     ) -> None:
-        """Open the bundle and its kernels, without memory on the device. `Session` explains the last three arguments.
+        """Open the bundle and its kernels, without memory on the device. `Session` explains `build_apart` to `verify_weights`.
 
-        `host`: gives the model its share, on a device with memory of its own.
+        `host`: gives the model its share, on a device with memory of its own. `check`: of the bundle's kernels; other shape
+        variants of the bundle have the same one.
 
         Raises:
             UserError: the device lacks the mode, or cannot run the kernels; or the host budget has no room.
@@ -64,6 +68,7 @@ class LoadedModel:
         bundle, chosen = fitted(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
         self.device = device
+        self.check = check
         self.engine = Engine(opened, device, apart=build_apart, warm_up=prepare)
         self._host = host
         self.begun_under: int | None = None  # the budget's limit at the start of `current`
@@ -209,7 +214,8 @@ class LoadedModel:
 
     def try_bind(self, plan: OverlapPlan, queue: Queue) -> bool:
         """Bind under `plan`; False if the budget has no room for it now. Raises RunError if the device refuses."""
-        layout, ledger = self._layout(plan), self.device.ledger()
+        layout = self._layout(plan)
+        ledger = self.device.ledger()
         bindings = self.engine.bindings
         bindings.kernels_for(plan)  # before the memory grant, because it may fail
         if not ledger.promise(self.need(plan).fixed):
@@ -238,7 +244,8 @@ class LoadedModel:
             RunError: the device refuses.
         """
         assert self.bound is not None
-        kernels, layout = self.engine.bindings.kernels_for(plan), self._layout(plan)
+        kernels = self.engine.bindings.kernels_for(plan)
+        layout = self._layout(plan)
         if not self.bound.ledger.promise(self.need(plan).fixed):
             return False
         self.bound.rebind_weights(plan, layout, kernels)
@@ -250,7 +257,8 @@ class LoadedModel:
         In mode `map`, `admit` decides about each load before `grant`.
         """
         assert self.bound is not None
-        weights, self.begun_under = self.bound.weights, self.device.budget.limit
+        weights = self.bound.weights
+        self.begun_under = self.device.budget.limit
         if not self.streams_pages:
             return self.engine.begin(weights.schedule(done=done), done=done)
         kept = kept_within(weights.plan, self.opened.slices, weights.resident, resident_bytes)
@@ -259,8 +267,8 @@ class LoadedModel:
 
     def close(self, why: str) -> None:
         """Free everything and stay closed, also the share of the host memory. Closing again does nothing."""
-        self.engine.close(why)
-        self._host.leave(self)
+        checks = None if self.check is None else self.check.close
+        call_each(checks, partial(self.engine.close, why), partial(self._host.leave, self))
 
     def end_grant(self) -> None:
         """Release the unused part of the grant of a run that has ended or halted."""
@@ -272,7 +280,9 @@ class LoadedModel:
         bound = self.bound
         assert bound is not None
         if self.streams_pages:
-            ledger, fixed, peaks = bound.ledger, self.fixed, run.schedule.peaks()
+            ledger = bound.ledger
+            fixed = self.fixed
+            peaks = run.schedule.peaks()
             if not ledger.promise(fixed + peaks[done]):
                 return False
 

@@ -28,6 +28,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.device_state import DeviceInUse
 from flashmem.runtime.engine.given_arrays import arrays_by_name, described
 from flashmem.runtime.engine.ports import chosen_outputs, fitting_variant
+from flashmem.runtime.kernels.background_check import BackgroundCheck
 from flashmem.runtime.memory.pressure import Follower
 from flashmem.runtime.request.options import device_here
 from flashmem.runtime.serving.host_memory import SharedHostMemory
@@ -75,7 +76,7 @@ class Runtime:
                 the run, and closes its model.
             build_apart: as for `Session`.
             prepare: between two runs of a model, prepare its bundle's steady kernels; later runs use them as far as resident
-                slices permit.
+                slices permit. And check a sample of its kernels on a driver that nothing is known of.
 
         Raises:
             UserError: not a size, no such device, an unknown `on_pressure`, or a host budget where memory is shared.
@@ -155,9 +156,11 @@ class Runtime:
                 f"open it in a session"
             )
         variants: list[LoadedModel] = []
+        checks = self._options["build_apart"] and self._options["prepare"]
+        check = BackgroundCheck(opened, self._device.device) if checks else None
         try:
             for index in range(len(opened.variants)):
-                loaded = LoadedModel(opened.variant(index), self._device, mode, self._host, **self._options)
+                loaded = LoadedModel(opened.variant(index), self._device, mode, self._host, check=check, **self._options)
                 variants.append(loaded)
                 loaded.refuse_below(self.budget)
             self._refuse_forked()
@@ -180,12 +183,15 @@ class Runtime:
             ValueError: an unknown or missing input, an unknown output name, or a priority that is not an integer.
             RunError: the model or the runtime is closed.
         """
-        names, arrays = chosen_outputs(model.output_ports, output_names), arrays_by_name(inputs, model.ports[0])
+        names = chosen_outputs(model.output_ports, output_names)
+        arrays = arrays_by_name(inputs, model.ports[0])
         index = fitting_variant(model.ports, arrays)
         if not isinstance(priority, int):
             raise ValueError(f"the priority is {described(priority)}; give an integer, the higher the sooner")
         answer = Answer(model, model.variants[index], arrays, names, priority)
         self._refuse_forked()
+        if answer.loaded.check is not None:
+            answer.loaded.check.warn()
         self._worker.submit(answer)
         return answer
 

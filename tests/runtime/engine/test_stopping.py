@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
@@ -90,6 +91,21 @@ def test_a_stopped_run_leaves_the_session_as_it_was(
             assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
             assert (ledger.by_category, ledger.commitment) == (held, committed)
     assert right(first, model)
+
+
+@pytest.mark.parametrize(("device", "mode"), PLACES)
+def test_nothing_of_python_runs_when_a_closed_session_ends(device: int, mode: Any, model: MiniModel) -> None:
+    """Ctrl-C in such a function, of a weak reference or an end of an object, would be lost."""
+    called: list[str] = []
+    session = Session(model.path, device=str(device), mode=mode)
+    for _ in range(2):
+        session.run(None, model.inputs())
+    session.close()
+    gone = weakref.ref(session)
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_qualname) if event == "call" else None)
+    del session
+    sys.setprofile(None)
+    assert gone() is None and called == []
 
 
 def test_a_stopped_run_with_prefetches_and_steady_kernels(model: MiniModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,13 +14,14 @@ import pytest
 from onnx import TensorProto, helper
 
 import flashmem
-from flashmem import Bundle, Session
+from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import FlashmemWarning
 from flashmem.cli.commands.verify import verify_bundle
 from flashmem.runtime.kernels import ahead_of_time, pool
 from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
 from flashmem.runtime.kernels.verdicts import UNOPTIMISED, Verdicts
 from flashmem.runtime.opencl.discovery import list_devices
+from tests.support.miscompiling_worker import KERNEL
 
 pytestmark = pytest.mark.build_apart
 DEVICES = list_devices()
@@ -66,6 +67,39 @@ def test_a_kernel_that_is_wrong_is_built_without_optimisation(model: Path, devic
     assert absolute(bundle, device), "the binary in the cache is the right one"
 
 
+def test_the_next_config_is_in_the_place_of_a_wrong_kernel(
+    tmp_path: Path, device: Any, miscompiling: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a product, no build of whose first kernel is right; also where that is known before it is compiled."""
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    weight = np.random.default_rng(0).standard_normal((37, 29)).astype(np.float32)
+    ports = [
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name, shape in (("x", [21, 37]), ("y", [21, 29]))
+    ]
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])], "g", *ports, [onnx.numpy_helper.from_array(weight, "w")]
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "m.onnx")
+    listed = tmp_path / "listed.toml"
+    text = Path("devices/generic-cpu.toml").read_text().replace('"generic-cpu"', f'"{device.descriptor_name}"', 1)
+    small = 'configs = [{ kind = "plain", name = "small", rows = 4, columns = 8, vector = 8 }]\n'
+    listed.write_text(text.replace("[modes]", f"{small}[modes]", 1))
+    options: Any = {"device": str(listed), "memory_path": "buffer"}
+    [launch] = flashmem.compile(tmp_path / "m.onnx", tmp_path / "plain.flashmem", build=False, **options).program.launches
+    monkeypatch.setenv(KERNEL, launch.kernel)
+    with pytest.warns(FlashmemWarning, match=f"miscompiles the kernel {launch.kernel}, and another one is in its place"):
+        bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "m.flashmem", **options)
+    again = flashmem.compile(tmp_path / "m.onnx", tmp_path / "again.flashmem", **options)
+    for made in (bundle, again):
+        assert launch.kernel not in made.source.kernels
+        note = f"{launch.kernel} is left out for a kernel of another config, because the driver miscompiles it: "
+        assert any(each.startswith(note) for each in made.plan.notes)
+        x = np.linspace(-2, 2, 21 * 37, dtype=np.float32).reshape(21, 37)
+        with Session(made, device=device.descriptor_name, build_apart=False) as session:
+            want = x.astype(np.float64) @ weight.astype(np.float64)
+            np.testing.assert_allclose(session.run(None, {"x": x})[0], want, rtol=0, atol=1e-4)
+
+
 def test_a_wrong_kernel_is_found_right_when_its_driver_is(
     model: Path, device: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,6 +139,22 @@ def test_a_bundle_that_meets_a_driver_is_checked_between_runs(model: Path, devic
             session.run(None, x)
     with Session(bundle, device=device.descriptor_name) as session:
         assert session.run(None, x)[0][0, 0] == 1
+
+
+def test_a_runtime_checks_its_bundles_between_runs(model: Path, device: Any, miscompiling: None) -> None:
+    bundle = flashmem.compile(model, model.with_suffix(".flashmem"), device=device.descriptor_name, build=False)
+    x = {"x": np.full((3, 37), -1, np.float32)}
+    with Runtime(device=device.descriptor_name) as runtime:
+        opened = runtime.open(bundle)
+        assert opened.run(None, x)[0][0, 0] == -1, "imitated"
+        runtime.prepared()  # so that the check has begun
+        assert opened.loaded.check is not None
+        opened.loaded.check.wait()
+        with pytest.warns(FlashmemWarning, match="miscompiles 1 of this bundle's kernels"):
+            opened.run(None, x)
+        runtime.open(bundle).close()
+    with Runtime(device=device.descriptor_name) as runtime:
+        assert runtime.open(bundle).run(None, x)[0][0, 0] == 1
 
 
 def test_a_session_imports_no_interpreter() -> None:
