@@ -24,7 +24,9 @@ class CompiledCode:
     def __init__(
         self, descriptor: DeviceDescriptor, pipelines: Pipelines, codes: Iterable[KernelCode], path: MemoryPath
     ) -> None:
-        self._descriptor, self._pipelines, self._path = descriptor, pipelines, path
+        self._descriptor = descriptor
+        self._pipelines = pipelines
+        self._path = path
         self._codes: dict[str, list[KernelCode]] = {}
         for code in codes:
             self._codes.setdefault(code.family, []).append(code)
@@ -70,7 +72,8 @@ class CompiledCode:
         found = self._codes.get(launch.shape.family, [])
         if not found:
             return None
-        shape, half = launch.shape, _stores_half(launch, weight_bytes)
+        shape = launch.shape
+        half = _stores_half(launch, weight_bytes)
 
         def distance(code: KernelCode) -> tuple[bool, bool, int]:
             tile = abs(code.rows - shape.tile_rows) + abs(code.columns - shape.tile_columns)
@@ -85,23 +88,27 @@ class CompiledCode:
     def loaded_seconds(self, launch: Launch, weight_bytes: int, streamed_bytes: float, mode: TransferMode) -> float:
         """Latency with the work of a transfer added to each pipeline; in mode `dma`, as by the roofline's contention."""
         if MODES[mode].by_engine:
-            alone, rates = self.seconds(launch, weight_bytes), self._descriptor.rates
+            alone = self.seconds(launch, weight_bytes)
+            rates = self._descriptor.rates
             return alone + rates.contention_of(mode) * streamed_bytes / MODES[mode].last_bandwidth(rates)
-        busy, each = self.busy(launch, weight_bytes), self._each_byte(mode)
+        busy = self.busy(launch, weight_bytes)
+        each = self._each_byte(mode)
         loaded = max(busy.get(name, 0.0) + each.get(name, 0.0) * streamed_bytes for name in {*busy, *each})
         return loaded + self._descriptor.rates.launch_seconds
 
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
         """The bytes for which the first pipeline has no time left."""
         if MODES[mode].by_engine:
-            contention, alone = self._descriptor.rates.contention_of(mode), self.seconds(launch, weight_bytes)
+            contention = self._descriptor.rates.contention_of(mode)
+            alone = self.seconds(launch, weight_bytes)
             share = min(slowdown / max(contention, 1e-9), 1.0 + slowdown)
             return share * alone * MODES[mode].last_bandwidth(self._descriptor.rates)
         return min(self.room(launch, weight_bytes, slowdown, mode).values())
 
     def room(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> dict[str, float]:
         """The bytes that each pipeline, by name, can stream during a launch within `slowdown`; the least is C_l."""
-        busy, each = self.busy(launch, weight_bytes), self._each_byte(mode)
+        busy = self.busy(launch, weight_bytes)
+        each = self._each_byte(mode)
         time = (1 + slowdown) * self.seconds(launch, weight_bytes) - self._descriptor.rates.launch_seconds
         return {name: max(0.0, time - busy.get(name, 0.0)) / cost for name, cost in each.items() if cost > 0}
 
@@ -111,7 +118,8 @@ class CompiledCode:
         The host reads into memory that the device shares (`alias`): the byte is written once, and the reads' own rate limits
         it. With `interleave` the kernel's copy stream reads and writes it again, by instructions of its own.
         """
-        rates, p = self._descriptor.rates, self._pipelines
+        rates = self._descriptor.rates
+        p = self._pipelines
         each = {"memory": 1 / rates.memory_bandwidth, "host": 1 / rates.cached_bandwidth}
         lanes = [code for code in self._codes.get(LANE, []) if code.memory_path == self._path]
         if MODES[mode].by_kernels and lanes:

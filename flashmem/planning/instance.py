@@ -99,7 +99,8 @@ def chosen_chunk(capacities: Sequence[float]) -> int:
 
 
 _CHUNKS_CARRIED = 4
-_LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 20
+_LEAST_CHUNK = 1 << 14
+_MOST_CHUNK = 1 << 20
 
 
 def slowdown_curve(

@@ -14,7 +14,9 @@ from flashmem.schedule.plan import SolverChoice, Strategy, Units
 Bytes = Converted[int | str | None, int | None]
 """A field that is given as a size in words or in bytes, and kept in bytes."""
 
-MEMORY, PLAN, CLASSES = "Memory", "Plan", "Classes of launches"
+MEMORY = "Memory"
+PLAN = "Plan"
+CLASSES = "Classes of launches"
 """Headings in help."""
 
 

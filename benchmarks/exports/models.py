@@ -1,14 +1,14 @@
-"""The models of the zoo, by name."""
+"""The models that can be exported, by name."""
 
 from __future__ import annotations
 
+from benchmarks.exports import classifiers, depth, diffusion, language, segmentation, speech
+from benchmarks.exports.recipe import Recipe
 from flashmem.base.errors import UserError
-from flashmem.tools.zoo.recipes import classifiers, depth, diffusion, language, segmentation, speech
-from flashmem.tools.zoo.recipes.recipe import ZooModel
 
 _FAMILIES = (classifiers, language, speech, segmentation, depth, diffusion)
 
-MODELS: dict[str, ZooModel] = {model.name: model for family in _FAMILIES for model in family.MODELS}
+MODELS: dict[str, Recipe] = {model.name: model for family in _FAMILIES for model in family.MODELS}
 
 
 def names() -> tuple[str, ...]:
@@ -21,9 +21,9 @@ def tiny_names() -> tuple[str, ...]:
     return tuple(model.name for model in MODELS.values() if model.tiny)
 
 
-def find(name: str) -> ZooModel:
+def find(name: str) -> Recipe:
     """The model called `name`. Raises UserError with the list of models."""
     try:
         return MODELS[name]
     except KeyError:
-        raise UserError(f"no model {name!r} in the zoo: choose one of {', '.join(names() + tiny_names())}") from None
+        raise UserError(f"no model {name!r} to export: choose one of {', '.join(names() + tiny_names())}") from None

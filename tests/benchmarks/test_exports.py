@@ -1,4 +1,4 @@
-"""The zoo: its list, its refusals, and exports that depend on their arguments.
+"""Exports by PyTorch: their list, their refusals, and files that depend on their arguments.
 
 The tests of the committed exports do not need PyTorch; if it is installed, exporting is tested too.
 """
@@ -16,16 +16,16 @@ import onnx
 import onnxruntime
 import pytest
 
+from benchmarks.exports.export import INPUTS, NOTES, Exporter, export
+from benchmarks.exports.models import find, names, tiny_names
+from benchmarks.exports.recipe import Recipe
 from flashmem.base.errors import UserError
-from flashmem.tools.zoo.export import INPUTS, NOTES, Exporter, export
-from flashmem.tools.zoo.models import find, names, tiny_names
-from flashmem.tools.zoo.recipes.recipe import ZooModel
 from tests.support.zoo_data import DATA, EXPORTS
 
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="the zoo extra is not installed")
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
 
-def answers(path: Path, model: ZooModel) -> list[list[np.ndarray]]:
+def answers(path: Path, model: Recipe) -> list[list[np.ndarray]]:
     """The answers of the model at `path` to an example, and to examples with one changed input each."""
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     assert [port.name for port in session.get_inputs()] == [each.name for each in model.inputs]
@@ -41,7 +41,7 @@ def answers(path: Path, model: ZooModel) -> list[list[np.ndarray]]:
     return [session.run(None, feed) for feed in feeds]
 
 
-def check_that_inputs_matter(path: Path, model: ZooModel) -> None:
+def check_that_inputs_matter(path: Path, model: Recipe) -> None:
     """Check that another value of any input changes an output, and that every output changes."""
     usual, *others = answers(path, model)
     assert all(np.isfinite(output).all() for output in usual)
@@ -87,7 +87,7 @@ def test_committed_exports_are_what_they_are_named_after() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("resnet", {}, "no model 'resnet' in the zoo: choose one of resnet50, "),
+        ("resnet", {}, "no model 'resnet' to export: choose one of resnet50, "),
         ("resnet50", {"exporter": "onnx"}, "no exporter 'onnx': choose dynamo or legacy"),
         ("resnet50", {"size": 0}, "the size of resnet50 is a positive number of pixels, not 0"),
         ("gptneo-125m", {"size": -3}, "positive number of tokens"),
@@ -102,18 +102,18 @@ def test_wrong_requests(name: str, options: dict[str, Any], message: str, tmp_pa
 
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
-def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_package(missing: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in {"torch", "transformers"} - {missing}:
         if importlib.util.find_spec(name) is None:
             pytest.skip(f"{name} is missing as well")
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(UserError, match=f"the zoo needs {missing}: install flashmem with its `zoo` extra"):
+    with pytest.raises(UserError, match=f"exports need {missing}: pip install -r benchmarks/exports/requirements.txt"):
         export("resnet-tiny", tmp_path)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="the zoo extra is installed")
+@pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is installed")
 def test_without_torch(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="the zoo needs torch: install flashmem with its `zoo` extra"):
+    with pytest.raises(UserError, match=r"exports need torch: pip install -r benchmarks/exports/requirements\.txt"):
         export("resnet-tiny", tmp_path)
 
 

@@ -16,7 +16,8 @@ from torch import nn
 class _Attention(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, heads: int, head_width: int, *, mixing: bool) -> None:
         super().__init__()
-        self.heads, self.head_width = heads, head_width
+        self.heads = heads
+        self.head_width = head_width
         self.norm = nn.LayerNorm(width)
         self.query_key_value = nn.Linear(width, 3 * heads * head_width, bias=False)
         self.project = nn.Linear(heads * head_width, width)
@@ -44,7 +45,8 @@ class VisionTransformer(nn.Module):  # type: ignore[misc]
         super().__init__()
         if size % patch:
             raise ValueError(f"sides must be multiples of {patch} pixels")
-        self.patch, numbers = patch, 3 * patch * patch
+        self.patch = patch
+        numbers = 3 * patch * patch
         self.patches = nn.Sequential(nn.LayerNorm(numbers), nn.Linear(numbers, width), nn.LayerNorm(width))
         self.cls_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.zeros(1, (size // patch) ** 2 + 1, width))
@@ -58,7 +60,8 @@ class VisionTransformer(nn.Module):  # type: ignore[misc]
     def forward(self, images: Any) -> Any:
         """See the class."""
         batch, channels, height, width = images.shape
-        rows, columns = height // self.patch, width // self.patch
+        rows = height // self.patch
+        columns = width // self.patch
         x = images.reshape(batch, channels, rows, self.patch, columns, self.patch).permute(0, 2, 4, 3, 5, 1)
         x = self.patches(x.reshape(batch, rows * columns, -1))
         x = torch.cat([self.cls_token.expand(batch, -1, -1), x], dim=1) + self.positions

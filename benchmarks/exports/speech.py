@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, features, tokens, zoo_class
+from benchmarks.exports.recipe import Recipe, Tensors, exporter_class, features, tokens
 
 _MODULE = "transformers.models.whisper.modeling_whisper"
 _SECONDS_30 = 3000  # frames of 10 ms, the input of the published encoder
@@ -25,8 +25,8 @@ def _half(kind: str, frames: int, config: dict[str, Any]) -> Any:
     """WhisperEncoder or WhisperDecoder; the encoder halves the number of frames."""
     if frames % 2:
         raise ValueError("the number of frames must be even")
-    configuration = zoo_class("transformers", "WhisperConfig")(**config, max_source_positions=frames // 2)
-    return zoo_class(_MODULE, kind)(configuration)
+    configuration = exporter_class("transformers", "WhisperConfig")(**config, max_source_positions=frames // 2)
+    return exporter_class(_MODULE, kind)(configuration)
 
 
 def _encoded(network: Any, inputs: Tensors) -> tuple[Any, ...]:
@@ -38,9 +38,9 @@ def _logits(network: Any, inputs: Tensors) -> tuple[Any, ...]:
     return (network(**inputs, use_cache=False).last_hidden_state @ network.embed_tokens.weight.T,)
 
 
-def _encoder(name: str, summary: str, frames: int, config: dict[str, Any], **more: Any) -> ZooModel:
+def _encoder(name: str, summary: str, frames: int, config: dict[str, Any], **more: Any) -> Recipe:
     spectrogram = features("input_features", lambda size: (1, config["num_mel_bins"], size))
-    return ZooModel(
+    return Recipe(
         name, summary, frames, lambda size: _half("WhisperEncoder", size, config), (spectrogram,), _encoded,
         outputs=("last_hidden_state",), size_means="frames", **more,
     )  # fmt: skip
@@ -48,9 +48,9 @@ def _encoder(name: str, summary: str, frames: int, config: dict[str, Any], **mor
 
 def _decoder(
     name: str, summary: str, length: int, config: dict[str, Any], frames: int, *, cross: bool = True, **more: Any
-) -> ZooModel:
+) -> Recipe:
     states = features("encoder_hidden_states", lambda _: (1, frames // 2, config["d_model"]))
-    return ZooModel(
+    return Recipe(
         name, summary, length, lambda _: _half("WhisperDecoder", frames, config),
         (tokens(config["vocab_size"]), *((states,) if cross else ())), _logits,
         size_means="tokens", dynamo_only=_NO_LEGACY, **more,

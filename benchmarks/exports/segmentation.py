@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from flashmem.tools.zoo.recipes.recipe import Input, Tensors, ZooModel, features, image, zoo_class
+from benchmarks.exports.recipe import Input, Recipe, Tensors, exporter_class, features, image
 
 _PIXELS = image()
 _LEVELS = ("high_resolution_0", "high_resolution_1", "image_embedding")
@@ -35,8 +35,8 @@ _NARROW = {
 
 
 def _vision_config(backbone: dict[str, Any], size: int, channels: int) -> Any:
-    hiera = zoo_class("transformers", "Sam2HieraDetConfig")(**backbone, image_size=[size, size])
-    return zoo_class("transformers", "Sam2VisionConfig")(
+    hiera = exporter_class("transformers", "Sam2HieraDetConfig")(**backbone, image_size=[size, size])
+    return exporter_class("transformers", "Sam2VisionConfig")(
         backbone_config=hiera,
         backbone_channel_list=hiera.embed_dim_per_stage[::-1],
         backbone_feature_sizes=[[size // scale] * 2 for scale in (4, 8, 16)],
@@ -47,20 +47,20 @@ def _vision_config(backbone: dict[str, Any], size: int, channels: int) -> Any:
 def _encoder(backbone: dict[str, Any], size: int, channels: int) -> Any:
     if size % 32:
         raise ValueError("sides must be multiples of 32 pixels")
-    return zoo_class("transformers", "Sam2VisionModel")(_vision_config(backbone, size, channels))
+    return exporter_class("transformers", "Sam2VisionModel")(_vision_config(backbone, size, channels))
 
 
 def _decoder(size: int, channels: int, decoder: dict[str, Any]) -> Any:
     """The model without its encoder: the inputs are the features of an image and a prompt."""
     if size % _PATCH:
         raise ValueError(f"sides must be multiples of {_PATCH} pixels")
-    prompt = zoo_class("transformers", "Sam2PromptEncoderConfig")(hidden_size=channels, image_size=size, patch_size=_PATCH)
-    config = zoo_class("transformers", "Sam2Config")(
+    prompt = exporter_class("transformers", "Sam2PromptEncoderConfig")(hidden_size=channels, image_size=size, patch_size=_PATCH)
+    config = exporter_class("transformers", "Sam2Config")(
         vision_config=_vision_config(_NARROW, size, channels),
         prompt_encoder_config=prompt,
-        mask_decoder_config=zoo_class("transformers", "Sam2MaskDecoderConfig")(hidden_size=channels, **decoder),
+        mask_decoder_config=exporter_class("transformers", "Sam2MaskDecoderConfig")(hidden_size=channels, **decoder),
     )
-    network = zoo_class("transformers", "Sam2Model")(config)
+    network = exporter_class("transformers", "Sam2Model")(config)
     del network.vision_encoder, network.no_memory_embedding
     return network
 
@@ -78,13 +78,13 @@ def _masks(network: Any, inputs: Tensors) -> tuple[Any, ...]:
     return answer.pred_masks, answer.iou_scores, answer.object_score_logits
 
 
-def _encoder_model(name: str, summary: str, size: int, backbone: dict[str, Any], channels: int, **more: Any) -> ZooModel:
-    return ZooModel(
+def _encoder_model(name: str, summary: str, size: int, backbone: dict[str, Any], channels: int, **more: Any) -> Recipe:
+    return Recipe(
         name, summary, size, lambda side: _encoder(backbone, side, channels), (_PIXELS,), _features, outputs=_LEVELS, **more
     )
 
 
-def _decoder_model(name: str, summary: str, size: int, channels: int, decoder: dict[str, Any], **more: Any) -> ZooModel:
+def _decoder_model(name: str, summary: str, size: int, channels: int, decoder: dict[str, Any], **more: Any) -> Recipe:
     def level(name: str, scale: int, width: int) -> Input:
         return features(name, lambda side: (1, width, side // scale, side // scale))
 
@@ -95,7 +95,7 @@ def _decoder_model(name: str, summary: str, size: int, channels: int, decoder: d
         Input("input_points", lambda generator, side: side * generator.random((1, 1, 1, 2), np.float32)),
         Input("input_labels", lambda generator, _: generator.integers(0, 2, (1, 1, 1))),  # 1: on the object, 0: beside it
     )
-    return ZooModel(
+    return Recipe(
         name, summary, size, lambda side: _decoder(side, channels, decoder), inputs, _masks,
         outputs=("masks", "iou_scores", "object_scores"), **more,
     )  # fmt: skip

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, tokens, zoo_class
+from benchmarks.exports.recipe import Recipe, Tensors, exporter_class, tokens
 
 _VOCABULARY = 50257
 _TINY_VOCABULARY = 307
 
 
 def _gptneo(**config: Any) -> Any:
-    return zoo_class("transformers", "GPTNeoForCausalLM")(zoo_class("transformers", "GPTNeoConfig")(**config))
+    return exporter_class("transformers", "GPTNeoForCausalLM")(exporter_class("transformers", "GPTNeoConfig")(**config))
 
 
 def _sizes(layers: int, hidden: int, heads: int) -> dict[str, Any]:
@@ -42,18 +42,18 @@ def _scale_scores(torch: Any, network: Any, inputs: Tensors) -> None:
             module.weight *= width**-0.25
 
 
-def _full(name: str, summary: str, sizes: dict[str, Any], *, dynamo_only: str = "") -> ZooModel:
+def _full(name: str, summary: str, sizes: dict[str, Any], *, dynamo_only: str = "") -> Recipe:
     ids = tokens(_VOCABULARY)
-    return ZooModel(
+    return Recipe(
         name, summary, 128, lambda _: _gptneo(**sizes), (ids,), _logits, size_means="tokens", tune=_scale_scores,
         dynamo_only=dynamo_only,
     )  # fmt: skip
 
 
-def _tiny(name: str, summary: str, *, tied: bool) -> ZooModel:
+def _tiny(name: str, summary: str, *, tied: bool) -> Recipe:
     ids = tokens(_TINY_VOCABULARY)
     config = _TINY | {"tie_word_embeddings": tied}
-    return ZooModel(
+    return Recipe(
         name, summary, 16, lambda _: _gptneo(**config), (ids,), _logits, size_means="tokens", tune=_scale_scores, tiny=True
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipes.recipe import Input, Tensors, ZooModel, features, zoo_class
+from benchmarks.exports.recipe import Input, Recipe, Tensors, exporter_class, features
 
 _TOKENS = 77  # of a prompt
 _STEPS = 1000  # that the network was trained on
@@ -29,20 +29,20 @@ _TINY = {
 
 
 def _unet(config: dict[str, Any], size: int) -> Any:
-    return zoo_class("diffusers", "UNet2DConditionModel")(sample_size=size, **config)
+    return exporter_class("diffusers", "UNet2DConditionModel")(sample_size=size, **config)
 
 
 def _denoised(network: Any, inputs: Tensors) -> tuple[Any, ...]:
     return (network(**inputs).sample,)
 
 
-def _model(name: str, summary: str, size: int, config: dict[str, Any], length: int, **more: Any) -> ZooModel:
+def _model(name: str, summary: str, size: int, config: dict[str, Any], length: int, **more: Any) -> Recipe:
     inputs = (
         features("sample", lambda side: (1, 4, side, side)),
         Input("timestep", lambda generator, _: generator.integers(0, _STEPS, (1,))),
         features("encoder_hidden_states", lambda _: (1, length, config["cross_attention_dim"])),
     )
-    return ZooModel(
+    return Recipe(
         name, summary, size, lambda side: _unet(config, side), inputs, _denoised, outputs=("noise",),
         size_means="latents a side", **more,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Export of the zoo's models with seeded weights to ONNX, with either exporter of PyTorch.
+"""Export of models with seeded weights to ONNX, with either exporter of PyTorch.
 
 Nothing is downloaded: a model is built from its configuration, and its weights are drawn from a seed
-(`flashmem.tools.zoo.recipes.weights`). Every export is checked: changing any input must change an output, and every output must
+(`benchmarks.exports.weights`). Every export is checked: changing any input must change an output, and every output must
 change.
 """
 
@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from benchmarks.exports.models import find
+from benchmarks.exports.recipe import Recipe, exporter_module
+from benchmarks.exports.weights import initialise
 from flashmem.base.errors import UserError
-from flashmem.tools.zoo.models import find
-from flashmem.tools.zoo.recipes.recipe import ZooModel, zoo_module
-from flashmem.tools.zoo.recipes.weights import initialise
 
 Exporter = Literal["dynamo", "legacy"]
 
@@ -56,7 +56,7 @@ def export(
     `export.json`, a record of the export and its packages.
 
     Raises:
-        UserError: an unknown name or exporter, or a missing `zoo` extra. Also an exporter that cannot write the model, or a
+        UserError: an unknown name or exporter, or a missing package. Also an exporter that cannot write the model, or a
             size that the architecture does not support.
     """
     model = find(name)
@@ -69,7 +69,7 @@ def export(
     chosen = model.default_size if size is None else size
     if chosen < 1:
         raise UserError(f"the size of {name} is a positive number of {model.size_means}, not {chosen}")
-    torch = zoo_module("torch")
+    torch = exporter_module("torch")
     torch.manual_seed(seed)
     with torch.no_grad():
         network, first, second = _built(torch, model, chosen, seed)
@@ -95,9 +95,10 @@ def seeded_network(name: str, *, size: int | None = None, seed: int = 0) -> tupl
     """What `export` writes, in PyTorch: a module from inputs in order to a tuple of outputs, and its example by input name.
 
     Raises:
-        UserError: an unknown name, a missing `zoo` extra, or a size that the architecture does not support.
+        UserError: an unknown name, a missing package, or a size that the architecture does not support.
     """
-    model, torch = find(name), zoo_module("torch")
+    model = find(name)
+    torch = exporter_module("torch")
     torch.manual_seed(seed)
     with torch.no_grad():
         network, first, _ = _built(torch, model, model.default_size if size is None else size, seed)
@@ -115,7 +116,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _built(torch: Any, model: ZooModel, size: int, seed: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def _built(torch: Any, model: Recipe, size: int, seed: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The network with its weights in evaluation mode, and two examples of its inputs.
 
     Raises:
@@ -144,7 +145,7 @@ def _tensors(torch: Any, arrays: dict[str, Any]) -> dict[str, Any]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def _wrapped(torch: Any, network: Any, model: ZooModel) -> Any:
+def _wrapped(torch: Any, network: Any, model: Recipe) -> Any:
     """The network as a function from its inputs in order to its outputs in order."""
     names = [each.name for each in model.inputs]
 
@@ -159,7 +160,7 @@ def _wrapped(torch: Any, network: Any, model: ZooModel) -> Any:
     return Answer().eval()
 
 
-def _check_that_inputs_matter(network: Any, model: ZooModel, size: int, first: dict[str, Any], second: dict[str, Any]) -> None:
+def _check_that_inputs_matter(network: Any, model: Recipe, size: int, first: dict[str, Any], second: dict[str, Any]) -> None:
     """Refuse a model whose outputs do not depend on all inputs, because any engine would pass a comparison with it."""
     try:
         usual = network(*first.values())
@@ -190,14 +191,14 @@ def _write(
     torch: Any,
     network: Any,
     examples: dict[str, Any],
-    model: ZooModel,
+    model: Recipe,
     path: Path,
     exporter: Exporter,
     external_data: bool,
     dynamic: bool,
     opset: int,
 ) -> None:
-    zoo_module("onnxscript")
+    exporter_module("onnxscript")
     arguments = tuple(examples.values())
     how: dict[str, Any]
     if exporter == "dynamo":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, image, zoo_class
+from benchmarks.exports.recipe import Recipe, Tensors, exporter_class, image
 
 _PIXELS = image()
 
@@ -17,13 +17,13 @@ def _network(
     backbone: dict[str, Any], stages: tuple[int, ...], pretrained: int, neck: tuple[int, ...], fusion: int, head: int
 ) -> Any:
     """`stages` are the input layers of the neck. Positions are learned for `pretrained` pixels and interpolated to others."""
-    dino = zoo_class("transformers", "Dinov2Config")(
+    dino = exporter_class("transformers", "Dinov2Config")(
         **backbone,
         image_size=pretrained,
         out_features=[f"stage{stage}" for stage in stages],
         reshape_hidden_states=False,
     )
-    config = zoo_class("transformers", "DepthAnythingConfig")(
+    config = exporter_class("transformers", "DepthAnythingConfig")(
         backbone_config=dino,
         reassemble_hidden_size=dino.hidden_size,
         patch_size=dino.patch_size,
@@ -31,7 +31,7 @@ def _network(
         fusion_hidden_size=fusion,
         head_hidden_size=head,
     )
-    return zoo_class("transformers", "DepthAnythingForDepthEstimation")(config)
+    return exporter_class("transformers", "DepthAnythingForDepthEstimation")(config)
 
 
 def _depth(network: Any, inputs: Tensors) -> tuple[Any, ...]:
@@ -47,8 +47,8 @@ def _in_front(torch: Any, network: Any, inputs: Tensors) -> None:
     network.head.conv3.bias += seen[0].std() - seen[0].mean()
 
 
-def _model(name: str, summary: str, size: int, *network: Any, **more: Any) -> ZooModel:
-    return ZooModel(
+def _model(name: str, summary: str, size: int, *network: Any, **more: Any) -> Recipe:
+    return Recipe(
         name, summary, size, lambda _: _network(*network), (_PIXELS,), _depth, outputs=("depth",), tune=_in_front, **more
     )
 

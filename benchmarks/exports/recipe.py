@@ -1,6 +1,6 @@
-"""The form of a zoo recipe, which describes one architecture, and the drawing of example inputs.
+"""The form of a recipe, which describes one architecture, and the drawing of example inputs.
 
-PyTorch and the libraries with the architectures are imported when a model is built; the `zoo` extra installs them.
+PyTorch and the libraries with the architectures (`requirements.txt`) are imported when a model is built.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Input:
 
 
 @dataclass(frozen=True)
-class ZooModel:
+class Recipe:
     """One architecture.
 
     `default_size` is the model's own, in the unit of `size_means`. `paper_size` is a usual size whose multiply-adds are nearest
     to the paper's, where the model's own has fewer. `build(size)` constructs the network, `answer(network, inputs)` calls it
     and returns a tensor for each name in `outputs`. `tune(torch, network, inputs)` corrects the weights after the common
-    initialisation (`flashmem.tools.zoo.recipes.weights`). `dynamo_only` is the reason why the legacy exporter cannot write it.
+    initialisation (`benchmarks.exports.weights`). `dynamo_only` is the reason why the legacy exporter cannot write it.
     """
 
     name: str
@@ -56,28 +56,30 @@ class ZooModel:
         return {each.name: each.draw(generator, size or self.default_size) for each in self.inputs}
 
 
-def zoo_module(name: str) -> Any:
-    """Import the module `name` of the `zoo` extra.
+def exporter_module(name: str) -> Any:
+    """Import the module `name` of the requirements.
 
     Raises:
-        UserError: the extra is not installed, or the module has a release that the extra does not allow.
+        UserError: it is not installed, or has a release that is not allowed.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UserError(f"the zoo needs {name.partition('.')[0]}: install flashmem with its `zoo` extra ({error})") from error
+        raise UserError(
+            f"exports need {name.partition('.')[0]}: pip install -r benchmarks/exports/requirements.txt ({error})"
+        ) from error
 
 
-def zoo_class(module: str, name: str) -> Any:
-    """The class `name` in a module of the `zoo` extra.
+def exporter_class(module: str, name: str) -> Any:
+    """The class `name` in a module of the requirements.
 
     Raises:
-        UserError: as for `zoo_module`; or the installed release has no such class.
+        UserError: as for `exporter_module`; or the installed release has no such class.
     """
-    found = getattr(zoo_module(module), name, None)
+    found = getattr(exporter_module(module), name, None)
     if found is None:
         package = module.partition(".")[0]
-        raise UserError(f"this {package} has no {name}: install the release that flashmem's `zoo` extra requires")
+        raise UserError(f"this {package} has no {name}: install a release that benchmarks/exports/requirements.txt names")
     return found
 
 

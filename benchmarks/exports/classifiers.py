@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flashmem.tools.zoo.recipes.recipe import Tensors, ZooModel, image, zoo_class, zoo_module
-from flashmem.tools.zoo.recipes.weights import standardise_batches
+from benchmarks.exports.recipe import Recipe, Tensors, exporter_class, exporter_module, image
+from benchmarks.exports.weights import standardise_batches
 
 _PIXELS = image()
 _BRANCH_GAIN = 0.25
@@ -27,13 +27,15 @@ _TINY = {"patch": 8, "width": 32, "heads": 4, "head_width": 8, "inner_width": 64
 
 
 def _transformers(kind: str, **config: Any) -> Any:
-    configuration = zoo_class("transformers", f"{kind}Config")(**config)
-    return zoo_class("transformers", f"{kind}ForImageClassification")(configuration)
+    configuration = exporter_class("transformers", f"{kind}Config")(**config)
+    return exporter_class("transformers", f"{kind}ForImageClassification")(configuration)
 
 
 def _vit(depth: int, size: int, config: dict[str, int], *, mixing: bool = False) -> Any:
-    zoo_module("torch")  # imported by the module below
-    return zoo_class("flashmem.tools.zoo.vision_transformer", "VisionTransformer")(size, depth=depth, mixing=mixing, **config)
+    exporter_module("torch")  # imported by the module below
+    return exporter_class("benchmarks.exports.vision_transformer", "VisionTransformer")(
+        size, depth=depth, mixing=mixing, **config
+    )
 
 
 def _logits(network: Any, inputs: Tensors) -> tuple[Any, ...]:
@@ -63,8 +65,8 @@ def _centre(torch: Any, network: Any, inputs: Tensors) -> None:
 
 def _model(
     name: str, summary: str, size: int, build: Callable[[int], Any], answer: Any = _logits, *, tiny: bool = False
-) -> ZooModel:
-    return ZooModel(name, summary, size, build, (_PIXELS,), answer, tune=_centre, tiny=tiny)
+) -> Recipe:
+    return Recipe(name, summary, size, build, (_PIXELS,), answer, tune=_centre, tiny=tiny)
 
 
 MODELS = (

@@ -15,7 +15,8 @@ from typing import Any
 def initialise(torch: Any, network: Any) -> None:
     """Draw every trainable weight; constant tables such as Whisper's sinusoids do not change."""
     nn = torch.nn
-    convolutions, transposed = (nn.Conv1d, nn.Conv2d), nn.ConvTranspose2d
+    convolutions = (nn.Conv1d, nn.Conv2d)
+    transposed = nn.ConvTranspose2d
     norms = (nn.LayerNorm, nn.BatchNorm2d, nn.GroupNorm)
     drawn: set[int] = set()
     for module in network.modules():
