@@ -28,7 +28,9 @@ class Arguments(argparse.ArgumentParser):
 
     def add_zoo(self, *, required: bool = True) -> None:
         """`--zoo DIR`: an existing folder of exported models."""
-        self.add_argument("--zoo", type=_folder, required=required, metavar="DIR", help="models from `flashmem zoo export`")
+        self.add_argument(
+            "--zoo", type=_folder, required=required, metavar="DIR", help="models from `python -m benchmarks.exports`"
+        )
 
     def add_device(self, default: str = "auto") -> None:
         """`--device NAME`, which `check_device` checks."""
@@ -60,20 +62,22 @@ class Arguments(argparse.ArgumentParser):
         files = {name: (zoo / name / "model.onnx", zoo / f"{name}.onnx") for name in names}
         found = {name: file for name, both in files.items() for file in reversed(both) if file.is_file()}
         if not found:
-            self.error(f"none of {', '.join(names)} is in {zoo}; export one with `flashmem zoo export`")
+            self.error(f"none of {', '.join(names)} is in {zoo}; export one with `python -m benchmarks.exports`")
         return found
 
     def all_models_in(self, zoo: Path, names: Sequence[str]) -> dict[str, Path]:
         """The files of `names` in `zoo`. Exits if one is missing."""
         found = self.models_in(zoo, names)
         if missing := [name for name in names if name not in found]:
-            self.error(f"{', '.join(missing)} is not in {zoo}; export it with `flashmem zoo export`")
+            self.error(f"{', '.join(missing)} is not in {zoo}; export it with `python -m benchmarks.exports`")
         return found
 
 
 def _folder(text: str) -> Path:
     if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is not a folder; name the one that `flashmem zoo export` wrote models to")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a folder; name the one that `python -m benchmarks.exports` wrote models to"
+        )
     return Path(text)
 
 

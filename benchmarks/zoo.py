@@ -1,4 +1,4 @@
-"""Models that `flashmem zoo export` wrote, and their bundles, for several benchmarks."""
+"""Models that `benchmarks.exports` wrote, and their bundles, for several benchmarks."""
 
 from __future__ import annotations
 

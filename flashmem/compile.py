@@ -140,7 +140,8 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | N
 
     A file that is written for this is on the disk of the bundle `beside`, or a temporary one.
     """
-    model, request = compilation.model, compilation.request
+    model = compilation.model
+    request = compilation.request
     if compilation.kind == "gguf":
         read = sketched if sketch else matrix
         with converted(model, request.max_length, read, request.batch, beside=beside) as language:
@@ -248,7 +249,8 @@ def _compile(
     `kernels` are built while plans are made, and weights are packed and written. A variant that is not among those of
     `compilation` is left out if the budget is too small for it.
     """
-    model, options = compilation.model, compilation.variants[0]
+    model = compilation.model
+    options = compilation.variants[0]
     data = states_of(file for file in source.files if file.resolve() != model.resolve())
 
     def begin(generated: Generated, plan: OverlapPlan | None = None) -> None:
@@ -284,7 +286,8 @@ def _compile(
 
 def _variant(generated: Generated, planned: CompiledVariant, options: Options) -> ShapeVariant:
     """One shape variant of the bundle. `generated`: its program, with the weights that variants share."""
-    program, plan = generated.program, planned.plan
+    program = generated.program
+    plan = planned.plan
     codes = {name: ProgramCode(program.with_launches_of(each.program), each.source) for name, each in planned.elsewhere.items()}
     own = {
         "shapes": {name: list(shape) for name, shape in options.shapes.items()},

@@ -51,8 +51,10 @@ _LANE_WIDTH = 2048  # texels in a row of the texture that copy streams write
 _REPEATS = 5
 _ALONE = 8  # bursts
 _DELAYS = 21
-REFERENCE_GEMM, REFERENCE_SUM = (128, 768, 768), 1 << 20
-_PACE_BURSTS, _PACE_SECONDS = 4, 2e-3
+REFERENCE_GEMM = (128, 768, 768)
+REFERENCE_SUM = 1 << 20
+_PACE_BURSTS = 4
+_PACE_SECONDS = 2e-3
 _SLOW_SECONDS = 20e-3
 _TOO_SLOW_SECONDS = 150e-3
 
@@ -80,15 +82,16 @@ class Bench:
 
     def __init__(self, device: Device, descriptor: DeviceDescriptor, folder: Path, supply: Supply | None = None) -> None:
         """`folder`: for a temporary file to stream from. `supply`: of launches; None to compile them."""
-        self.device, self.descriptor = device, descriptor
+        self.device = device
+        self.descriptor = descriptor
         self.path = descriptor.memory_paths[0]
-        self.supply = supply or _compiled(descriptor)
+        self.supply = supply or _compile(descriptor)
         self.context = Context(device)
         self.queue = self.context.queue()
         self._ledger = Ledger(self.context, None)
         self._random = np.random.default_rng(0).uniform(0.5, 1.5, 1 << 20).astype(np.float32).view(np.uint8)
         self._pool_bytes = min(_POOL_BYTES, descriptor.max_alloc_bytes // 2)
-        self._pool = self._filled(self._pool_bytes, self._ledger)
+        self._pool = self._filled_buffer(self._pool_bytes, self._ledger)
         self._programs: dict[str, CompiledKernels] = {}
         self._checks = CheckedKernels(device)
         self.loads = Loads(self.context, self._ledger, self.path, folder, self._random, descriptor.loader_threads)
@@ -120,7 +123,7 @@ class Bench:
             self._programs[source] = CompiledKernels(self.context, source, options)
         return self._programs[source]
 
-    def _filled(self, nbytes: int, ledger: Ledger) -> Buffer:
+    def _filled_buffer(self, nbytes: int, ledger: Ledger) -> Buffer:
         """A buffer of ordinary numbers, because zeros or denormals would have unusual timings."""
         buffer = ledger.buffer("weights", nbytes, "a profiling buffer")
         for start in range(0, nbytes, self._random.nbytes):
@@ -139,7 +142,8 @@ class Bench:
     def pace(self) -> Pace:
         """Measure the present speed of the machine."""
         if self._references is None:
-            product, total = self.supply.matmul(*REFERENCE_GEMM), self.supply.elementwise(REFERENCE_SUM)
+            product = self.supply.matmul(*REFERENCE_GEMM)
+            total = self.supply.elementwise(REFERENCE_SUM)
             self._references = self.prepare(product), self.prepare(total)
         gemm, traffic = (lower_quartile(launch.burst_seconds(_PACE_BURSTS, _PACE_SECONDS)) for launch in self._references)
         return Pace(gemm, traffic)
@@ -147,9 +151,9 @@ class Bench:
     def lane(self) -> tuple[Buffer, DeviceMemory, Slice]:
         """The source and the target of copy streams, and the slice that represents the target."""
         if self._lane is None:
-            source = self._filled(LANE_BYTES, self._ledger)
+            source = self._filled_buffer(LANE_BYTES, self._ledger)
             if self.path == "buffer":
-                target: DeviceMemory = self._filled(LANE_BYTES, self._ledger)
+                target: DeviceMemory = self._filled_buffer(LANE_BYTES, self._ledger)
                 part = Slice("lane", "lane", 0, LANE_BYTES)
             else:
                 height = LANE_BYTES // (16 * _LANE_WIDTH)
@@ -164,15 +168,17 @@ class Prepared:
 
     def __init__(self, bench: Bench, target: Target) -> None:
         self._bench = bench
-        program, launch = target.program, target.launch
+        program = target.program
+        launch = target.launch
         self._slices = {s.name: s for s in program.slices}
         read = [str(arg.value) for arg in launch.args if arg.kind == "slice"]
         self.weight_bytes = sum(self._slices[name].nbytes for name in read)
         self._program = program
         self._launch = launch
         self._source = target.source
-        ledger, constants = Ledger(bench.context, None), None
-        arena = bench._filled(max(program.arena_bytes, POOL_ALIGNMENT), ledger)
+        ledger = Ledger(bench.context, None)
+        constants = None
+        arena = bench._filled_buffer(max(program.arena_bytes, POOL_ALIGNMENT), ledger)
         if target.constants.nbytes:
             constants = ledger.buffer("constants", target.constants.nbytes, "constants")
             bench.queue.write(constants, target.constants)
@@ -236,7 +242,7 @@ class Prepared:
                 self._bench.queue.write(arena, np.zeros(tensor.nbytes, np.uint8), offset=tensor.offset)
 
     def _make(self, plain: CompiledKernels, lane: CompiledKernels | None, moves: dict[int, LayerMoves]) -> list[Step]:
-        launches = [_renamed(self._launch, turn) for turn in range(self._turns)]
+        launches = [_rename(self._launch, turn) for turn in range(self._turns)]
         program = BundleProgram(**{**vars(self._program), "launches": tuple(launches)})
         return make_steps(program, {}, moves, self._resources, plain, lane)
 
@@ -346,13 +352,13 @@ class Prepared:
         return Measured(mode, streamed, slowdown, (middle[-1] - middle[0]) / 2 / slowdown)
 
 
-def _compiled(descriptor: DeviceDescriptor) -> Supply:
+def _compile(descriptor: DeviceDescriptor) -> Supply:
     from .cases import Made  # it imports the compiler, which a phone lacks
 
     return Made(descriptor)
 
 
-def _renamed(launch: Launch, turn: int) -> Launch:
+def _rename(launch: Launch, turn: int) -> Launch:
     args: Iterable[Arg] = (replace(a, value=f"{a.value}~{turn}") if a.kind == "slice" else a for a in launch.args)
     return replace(launch, args=tuple(args))
 

@@ -71,7 +71,8 @@ def _convolution(draw: Draw) -> Graph:
     stride = draw.pick((1, 1, 1, 2))
     limit = 64 if side > 56 else 512
     channels = draw.pick((3, 16, 32, 64, 128, 256, 512, 1024))
-    channels, columns = min(channels, limit), min(draw.pick((16, 32, 64, 96, 128, 256, 512, 2048)), 4 * limit)
+    channels = min(channels, limit)
+    columns = min(draw.pick((16, 32, 64, 96, 128, 256, 512, 2048)), 4 * limit)
     x = g.input(1, channels, side, side)
     pad = kernel // 2
     out = (side + 2 * pad - kernel) // stride + 1
@@ -93,7 +94,9 @@ def _convolution(draw: Draw) -> Graph:
 
 def _depthwise(draw: Draw) -> Graph:
     g = Sketch()
-    side, kernel, stride = draw.pick((7, 14, 28, 56, 112)), draw.pick((3, 3, 5)), draw.pick((1, 1, 2))
+    side = draw.pick((7, 14, 28, 56, 112))
+    kernel = draw.pick((3, 3, 5))
+    stride = draw.pick((1, 1, 2))
     channels = draw.size(32, 1024, 8)
     out = (side + 2 * (kernel // 2) - kernel) // stride + 1
     shape = (1, channels, out, out)
@@ -106,11 +109,9 @@ def _depthwise(draw: Draw) -> Graph:
 
 def _fused_attention(draw: Draw) -> Graph:
     """Attention of one query, of as many queries as keys, or over another tensor's keys."""
-    heads, rows, width = (
-        draw.pick((3, 8, 12, 16, 20)),
-        draw.pick((1, 49, 64, 128, 197, 256, 1024)),
-        draw.pick((32, 40, 64, 80, 128)),
-    )
+    heads = draw.pick((3, 8, 12, 16, 20))
+    rows = draw.pick((1, 49, 64, 128, 197, 256, 1024))
+    width = draw.pick((32, 40, 64, 80, 128))
     keys = draw.pick((0, 0, 77, 197, 512))
     return Attention(heads, rows, width, max(keys, 64) if rows == 1 else keys).graph()
 
@@ -118,13 +119,16 @@ def _fused_attention(draw: Draw) -> Graph:
 def _attention(draw: Draw) -> Graph:
     """The two products of attention: scores (scaled, as in GPT and ViT) and values."""
     g = Sketch()
-    heads, rows = draw.pick((3, 6, 12, 12, 16, 32)), draw.pick((49, 64, 128, 128, 197, 256, 512))
+    heads = draw.pick((3, 6, 12, 12, 16, 32))
+    rows = draw.pick((49, 64, 128, 128, 197, 256, 512))
     width = draw.pick((32, 64, 128))
     if draw.unit() < 0.5:
-        a, b = g.input(1, heads, rows, width), g.input(1, heads, width, rows)
+        a = g.input(1, heads, rows, width)
+        b = g.input(1, heads, width, rows)
         y = g.node("MatMul", [a, b], (1, heads, rows, rows))
         return g.finish(g.node("Mul", [y, g.weight(1)], y.shape) if draw.unit() < 0.5 else y)
-    a, b = g.input(1, heads, rows, rows), g.input(1, heads, rows, width)
+    a = g.input(1, heads, rows, rows)
+    b = g.input(1, heads, rows, width)
     return g.finish(g.node("MatMul", [a, b], (1, heads, rows, width)))
 
 
@@ -170,7 +174,9 @@ def _reduced_columns(draw: Draw) -> Graph:
 
 def _gather(draw: Draw) -> Graph:
     g = Sketch()
-    rows, columns, count = draw.size(64, 8192), draw.size(8, 1024, 4), draw.size(16, 2048)
+    rows = draw.size(64, 8192)
+    columns = draw.size(8, 1024, 4)
+    count = draw.size(16, 2048)
     at = np.random.default_rng(count).integers(0, rows, count)
     at[:3] = (0, 5, 1)  # not evenly spaced, because that would be a Slice
     return g.finish(g.node("Gather", [g.input(rows, columns), constant("at", at.astype(np.int64))], (count, columns), axis=0))
@@ -179,7 +185,9 @@ def _gather(draw: Draw) -> Graph:
 def _movement(draw: Draw) -> Graph:
     g = Sketch()
     op = draw.pick(("Heads", "Heads", "Transpose", "Slice", "Concat", "Pad", "Expand"))
-    rows, heads, width = draw.size(16, 1024), draw.pick((3, 4, 8, 12, 16)), draw.pick((16, 32, 64, 128))
+    rows = draw.size(16, 1024)
+    heads = draw.pick((3, 4, 8, 12, 16))
+    width = draw.pick((16, 32, 64, 128))
     if op == "Heads":  # attention's [rows, heads, width] -> [heads, rows, width]
         return g.finish(g.node("Transpose", [g.input(1, rows, heads, width)], (1, heads, rows, width), perm=[0, 2, 1, 3]))
     columns = heads * width
@@ -202,7 +210,9 @@ def _movement(draw: Draw) -> Graph:
 
 def _pool(draw: Draw) -> Graph:
     g = Sketch()
-    side, kernel, stride = draw.pick((14, 28, 56, 112)), draw.pick((2, 3, 3, 5)), draw.pick((1, 2, 2))
+    side = draw.pick((14, 28, 56, 112))
+    kernel = draw.pick((2, 3, 3, 5))
+    stride = draw.pick((1, 2, 2))
     channels = draw.size(16, 1024, 8)
     out = (side - kernel) // stride + 1
     return g.finish(g.node(
@@ -213,7 +223,8 @@ def _pool(draw: Draw) -> Graph:
 
 def _resize(draw: Draw) -> Graph:
     g = Sketch()
-    side, channels = draw.pick((7, 14, 28, 56)), draw.size(16, 512, 8)
+    side = draw.pick((7, 14, 28, 56))
+    channels = draw.size(16, 512, 8)
     mode = draw.pick(("nearest", "linear"))
     scales = constant("scales", np.array([1, 1, 2, 2], np.float32))
     x = g.input(1, channels, side, side)
@@ -273,7 +284,9 @@ def sampled(index: int, seed: int, descriptor: DeviceDescriptor) -> Target | Non
     family, ordinal = sampled_family(index)
     maker, _ = FAMILIES[family]
     draw = Draw(ordinal, seed + list(FAMILIES).index(family))
-    tile_unit, half_unit, choice = draw.unit(), draw.unit(), draw.unit()
+    tile_unit = draw.unit()
+    half_unit = draw.unit()
+    choice = draw.unit()
     listed = configs_of(descriptor, family)
     if len(listed) > 1 and tile_unit < 0.25:
         descriptor = replace(descriptor, only=listed[int(choice * len(listed))].name)

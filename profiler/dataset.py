@@ -63,15 +63,16 @@ def _as_line(row: Row) -> dict[str, Any]:
 
 
 def _as_row(line: dict[str, str]) -> Row:
-    values = {name: _parsed(kind, line[name]) for name, kind in _OWN.items()}
-    return Row(features=LaunchFeatures(**{name: _parsed(kind, line[name]) for name, kind in _FEATURES.items()}), **values)
+    values = {name: _parse(kind, line[name]) for name, kind in _OWN.items()}
+    return Row(features=LaunchFeatures(**{name: _parse(kind, line[name]) for name, kind in _FEATURES.items()}), **values)
 
 
-def _parsed(kind: Any, text: str) -> Any:
+def _parse(kind: Any, text: str) -> Any:
     return kind(text) if kind in (int, float) else text
 
 
-_BY_ARITHMETIC, _BY_TRAFFIC = (0.4, 0.5), (0.0, 0.65)
+_BY_ARITHMETIC = (0.4, 0.5)
+_BY_TRAFFIC = (0.0, 0.65)
 """Exponents with which latencies follow the two references: see docs/reference/internals/profile.md."""
 
 
@@ -186,7 +187,8 @@ def _in_record(path: Path) -> str:
     """
     try:
         step = json.loads(path.read_text(encoding="utf-8"))["steps"]["rates"]
-        text, said = step["result"], step["said"]
+        text = step["result"]
+        said = step["said"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{error!r}") from error
     if not isinstance(text, str):

@@ -11,8 +11,8 @@ from typing import Any
 
 from flashmem.base.files import written_whole
 from flashmem.base.resources import read_bytes
+from flashmem.compiler.selection.counted_code import CODE
 from flashmem.compiler.selection.tuning_database import SUFFIX
-from flashmem.planning.capacity.compiled import CODE
 from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
 from flashmem.target.descriptor import DeviceDescriptor, Rates
 
@@ -47,10 +47,10 @@ def name_table(folder: Path, descriptor: DeviceDescriptor, name: str) -> Path:
         if _TUNED.search(text):
             return _write(path, _TUNED.sub(line, text, count=1))
         return _write(path, _NAME.sub(lambda found: f"{found[0]}\n{line}", text, count=1))
-    suffixes = (CODE,) if descriptor.pipelines is not None else (SECONDS, SLOWDOWN)
-    model = _beside(folder, descriptor.capacity_model, suffixes)
+    model = _beside(folder, descriptor.capacity_model, (SECONDS, SLOWDOWN))
+    counted = _beside(folder, descriptor.counted, (CODE,))
     head = "# Written by flashmem tune; everything but its table is that of the descriptor of the same name."
-    return _write(path, descriptor_toml(replace(descriptor, capacity_model=model, tuned=name), head))
+    return _write(path, descriptor_toml(replace(descriptor, capacity_model=model, counted=counted, tuned=name), head))
 
 
 def _beside(folder: Path, stem: str, suffixes: Sequence[str]) -> str:

@@ -116,13 +116,15 @@ def draw_prediction(parts: Sequence[HeldOut], device: str, path: Path) -> None:
 
 
 def _prediction_panel(axis: Any, parts: Sequence[HeldOut], which: str) -> None:
-    low, high = 1e9, 0.0
+    low = 1e9
+    high = 0.0
     for part in parts:
         measured = np.array([p.measured for p in part.predictions]) * 1e3
         found = np.array([getattr(p, which) for p in part.predictions]) * 1e3
         if not measured.size:
             continue
-        low, high = min(low, measured.min()), max(high, measured.max())
+        low = min(low, measured.min())
+        high = max(high, measured.max())
         middle = np.median(np.abs(found / measured - 1))
         axis.scatter(measured, found, s=6, alpha=0.45, linewidths=0, label=f"{part.what}: median error {middle:.0%}")
     line = np.array([low * 0.7, high * 1.4])

@@ -14,7 +14,8 @@ from flashmem.runtime.opencl.context import Context, Queue
 SOURCE = "__kernel void nothing(__global float* data) { if (get_global_id(0) == 1000000) data[0] = 1.0f; }"
 _SIZE = (64,)
 _OBJECTS = 16  # kernel objects, used in rotation
-_LAUNCHES, _ROUNDS = 256, 15
+_LAUNCHES = 256
+_ROUNDS = 15
 
 
 def nothing_steps(context: Context, count: int) -> list[Step]:

@@ -39,7 +39,9 @@ class HeldLoads:
     """Loads of whole slices that begin at a signal, with the frees of others."""
 
     def __init__(self, transfer: Transfer, parts: Sequence[Slice], frees: Sequence[Slice], threads: int) -> None:
-        self._transfer, self._frees, self._threads = transfer, frees, threads
+        self._transfer = transfer
+        self._frees = frees
+        self._threads = threads
         self._loads = [Load(part, whole(part)) for part in parts]
         self._loading: Loading | None = None
 
@@ -68,7 +70,10 @@ class Loads:
         self, context: Context, ledger: Ledger, path: MemoryPath, folder: Path, content: NDArray[np.uint8], threads: int
     ) -> None:
         """`folder`: for the file, made of the first chunk of `content`. `threads`: the number of loader threads."""
-        self._context, self._ledger, self._path, self._threads = context, ledger, path, threads
+        self._context = context
+        self._ledger = ledger
+        self._path = path
+        self._threads = threads
         self._transfers: dict[TransferMode, Transfer] = {}
         with tempfile.NamedTemporaryFile(prefix=".flashmem-profile-", dir=folder) as file:
             for _ in range(2 * PARTS):

@@ -66,7 +66,9 @@ class Measurement:
     def __init__(
         self, device: Device, descriptor: DeviceDescriptor, machine: MachineRates, growing: Growing, seed: int
     ) -> None:
-        self.device, self.growing, self.seed = device, growing, seed
+        self.device = device
+        self.growing = growing
+        self.seed = seed
         contention = dict(machine.rates.contention)
         laned = next((path for path in descriptor.memory_paths if INTERLEAVE.name in descriptor.modes[path]), None)
         if laned is not None:

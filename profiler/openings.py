@@ -18,7 +18,8 @@ from flashmem.target.descriptor import DeviceDescriptor
 from .sketch import Sketch
 from .target import Openings
 
-_KERNELS, _LAYERS = 28, 280
+_KERNELS = 28
+_LAYERS = 280
 
 
 def make_openings(folder: Path, descriptor: DeviceDescriptor, mode: TransferMode) -> Openings:

@@ -23,7 +23,8 @@ from .sessions import measure_opening
 
 CPU_GEMMS = ((128, 1024, 1024), (256, 768, 3072), (512, 1024, 1024))
 GPU_GEMMS = ((512, 1024, 1024), (1024, 2048, 2048), (4096, 2048, 2048))
-TRAFFIC_ELEMENTS, ONE_GROUP = (48 << 20) // 12, 64
+TRAFFIC_ELEMENTS = (48 << 20) // 12
+ONE_GROUP = 64
 _COPY_BYTES = 32 << 20
 DELAYED_GEMM = (197, 768, 3072)
 WORTH = 0.05
@@ -58,7 +59,8 @@ def measure_rates(benches: Sequence[Bench], device: str, progress: Callable[[str
     progress("arithmetic")
     flops = _flops(bench)
     progress("memory")
-    bandwidth, launch = _bandwidth(bench), _launch(bench)
+    bandwidth = _bandwidth(bench)
+    launch = _launch(bench)
     progress("transfers")
     alone = {f"{each.path} {m}": each.loads.transfer_rate(m) for each in benches for m in each.descriptor.modes[each.path]}
     cached = alone[f"{bench.path} {mode}"]
@@ -99,7 +101,8 @@ def measure_main_rates(device: Device, descriptor: DeviceDescriptor, folder: Pat
         RunError: the device refuses a kernel.
     """
     with Bench(device, descriptor, folder) as bench:
-        mode, flops = descriptor.modes[bench.path][0], _flops(bench)
+        mode = descriptor.modes[bench.path][0]
+        flops = _flops(bench)
         found = {"gemm_flops": flops, "memory_bandwidth": _bandwidth(bench), "launch_seconds": _launch(bench)}
         if descriptor.rates.conv_flops:
             found["conv_flops"] = descriptor.rates.conv_flops * flops / descriptor.rates.gemm_flops
@@ -193,7 +196,8 @@ def _gemm(bench: Bench, rows: int, depth: int, columns: int) -> float:
 
 def _copy_rate(bench: Bench) -> float:
     """Bytes per second from host memory to the device, by the command that loads use."""
-    staging, buffer = bench.context.buffer(_COPY_BYTES, host_visible=True), bench.context.buffer(_COPY_BYTES)
+    staging = bench.context.buffer(_COPY_BYTES, host_visible=True)
+    buffer = bench.context.buffer(_COPY_BYTES)
     data = bench.queue.map(staging, _COPY_BYTES)
     try:
         data[:] = 1

@@ -25,7 +25,9 @@ from .train import train
 _FOLDS = 5
 CHUNK = 1 << 20
 _WITHIN = 0.25
-CAPACITY_BAR, MEAN_BAR, MEDIAN_BAR = 0.8, 0.15, 0.08
+CAPACITY_BAR = 0.8
+MEAN_BAR = 0.15
+MEDIAN_BAR = 0.08
 _LEAST_SECONDS = 1e-4  # for shorter launches, the launch overhead hides the kernel's response
 
 
@@ -139,16 +141,17 @@ def judged_by_shipped(dataset: Path) -> tuple[tuple[str, ...], list[HeldOut]]:
 
 
 def _judge(what: str, known: _Known, predictor: Predictor, held: Callable[[Row], bool], alike: int) -> HeldOut:
-    basis, machine = known.basis, known.machine
+    basis = known.basis
+    machine = known.machine
     pairs = [(row, raw) for row, raw in zip(known.paced, known.raw, strict=True) if held(row)]
     predictions = [
-        PredictedRow(row, _loaded(predictor, row), _by_roofline(basis, machine, row), raw.seconds * raw.slowdown)
+        PredictedRow(row, _loaded_latency(predictor, row), _by_roofline(basis, machine, row), raw.seconds * raw.slowdown)
         for row, raw in pairs
     ]
     return HeldOut(what, predictions, _capacities([row for row, _ in pairs], predictor, basis, machine), alike)
 
 
-def _loaded(predictor: Predictor, row: Row) -> float:
+def _loaded_latency(predictor: Predictor, row: Row) -> float:
     seconds = predictor.seconds_of(row.features)
     if row.mode == "none":
         return seconds

@@ -15,7 +15,7 @@ from flashmem.base.errors import UserError
 from flashmem.planning.capacity.basis import Basis
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import find_device
-from flashmem.runtime.opencl.probes import probed, results
+from flashmem.runtime.opencl.probes import passed_probes, results
 from flashmem.target.descriptor import DeviceDescriptor
 
 from .dataset import SAMPLE, Row, at_usual_pace, is_record, probes_in_record, read_dataset, stem_of
@@ -82,7 +82,7 @@ def retrain(dataset: Path, without: Sequence[str] = ()) -> Path:
     descriptor = DeviceDescriptor.from_dict(about["descriptor"], where=str(dataset))
     measured = replace(descriptor, name=stem.name, capacity_model="" if untrained else stem.name, pipelines=None)
     if is_record(dataset):
-        measured = measured.with_probed(probed(results(probes_in_record(dataset))))
+        measured = measured.with_probed(passed_probes(results(probes_in_record(dataset))))
     return write_descriptor(dataset.parent, measured, str(about["source"]), descriptor.kind)
 
 

@@ -101,7 +101,8 @@ class Convolution(Shape):
     stride: tuple[int, int] = (1, 1)
 
     def __str__(self) -> str:
-        size, kernel = f"{self.channels}x{self.height}x{self.width}", f"{self.kernel[0]}x{self.kernel[1]}"
+        size = f"{self.channels}x{self.height}x{self.width}"
+        kernel = f"{self.kernel[0]}x{self.kernel[1]}"
         return f"{size}-{self.columns} {kernel}" + ("" if self.stride == (1, 1) else f" /{max(self.stride)}")
 
     @property
@@ -125,7 +126,8 @@ class Convolution(Shape):
 
     def workload(self, path: MemoryPath, storage: str = "float32") -> Workload:
         """The workload for which the compiler selects a config; a 1x1 convolution is a plain product."""
-        taps, stride = math.prod(self.kernel), max(self.stride)
+        taps = math.prod(self.kernel)
+        stride = max(self.stride)
         family = "matmul" if taps == stride == 1 else "conv"
         depth = taps * self.channels
         return Workload(family, path, math.prod(self.out), depth, self.columns, storage=storage, taps=taps, stride=stride)
@@ -133,8 +135,10 @@ class Convolution(Shape):
     def graph(self) -> Graph:
         """A graph of this operator alone; the compiler adds changes of layout around it."""
         g = Sketch()
-        x, weight = g.input(1, self.channels, self.height, self.width), g.weight(self.columns, self.channels, *self.kernel)
-        shape, pads = (1, self.columns, *self.out), [*self.pads, *self.pads]
+        x = g.input(1, self.channels, self.height, self.width)
+        weight = g.weight(self.columns, self.channels, *self.kernel)
+        shape = (1, self.columns, *self.out)
+        pads = [*self.pads, *self.pads]
         attributes = {"kernel_shape": list(self.kernel), "strides": list(self.stride), "pads": pads}
         return g.finish(g.node("Conv", [x, weight], shape, **attributes))
 
@@ -163,7 +167,8 @@ class Batched(Shape):
     def graph(self) -> Graph:
         """A graph of this operator alone."""
         g = Sketch()
-        a, b = g.input(1, self.batches, self.rows, self.depth), g.input(1, self.batches, self.depth, self.columns)
+        a = g.input(1, self.batches, self.rows, self.depth)
+        b = g.input(1, self.batches, self.depth, self.columns)
         return g.finish(g.node("MatMul", [a, b], (1, self.batches, self.rows, self.columns)))
 
 

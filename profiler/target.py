@@ -79,7 +79,9 @@ class Draw:
     _PHI = 1.0850702465535  # the positive root of x**9 = x + 1
 
     def __init__(self, index: int, seed: int) -> None:
-        self._index, self._seed, self._next = index, seed, 0
+        self._index = index
+        self._seed = seed
+        self._next = 0
 
     def unit(self) -> float:
         """A number in [0, 1)."""

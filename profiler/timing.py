@@ -38,11 +38,13 @@ from .checked import CheckedKernels
 _BLOCK = 16 << 20  # bytes written at a time
 _HELD_BYTES = 4 << 30  # bytes of buffers and textures kept for the next operator
 _LARGEST_SLICE = 1 << 30
-_FEWEST, _MOST = 3, 60
+_FEWEST = 3
+_MOST = 60
 _SECONDS = 0.04  # device time for which an operator is repeated
 _BATCH = 10
 _HOPELESS = 0.5  # seconds from which the first launch is not repeated
-_IN_A_ROW, _ROW_SECONDS = 20, 0.02  # the most runs of an operator one after the other, and about the longest such row
+_IN_A_ROW = 20
+_ROW_SECONDS = 0.02  # the most runs of an operator one after the other, and about the longest such row
 _HOLD = """
 __kernel void hold(__global float* x, const int steps)
 {
@@ -183,7 +185,8 @@ class Stand:
         Raises:
             RunError: the device refuses a kernel or its memory.
         """
-        plan, resources = made.program, self.resources(made)
+        plan = made.program
+        resources = self.resources(made)
         steps = make_steps(plan, {}, {}, resources, program, None)
         pairs = zip(plan.launches, steps, strict=True)
         if families:

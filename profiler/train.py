@@ -23,6 +23,7 @@ from flashmem.planning.capacity.features import (
 )
 from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
 from flashmem.planning.capacity.predictor import Predictor, describe
+from flashmem.planning.capacity.trees import Trees
 
 from .dataset import Row
 from .measure import LEAST_LAUNCHES
@@ -52,14 +53,15 @@ def train(rows: Sequence[Row], basis: Basis) -> Predictor:
     origins = sorted({row.origin for row in rows})
     describe(seconds, basis, KERNEL_FEATURES, origins)
     describe(slowdown, basis, LOAD_FEATURES, origins)
-    return Predictor(seconds, slowdown, basis, alone[0].features.memory_path)
+    alone_trees, loaded_trees = (Trees(bytes(booster.save_raw("ubj"))) for booster in (seconds, slowdown))
+    return Predictor(alone_trees, loaded_trees, basis, alone[0].features.memory_path)
 
 
 def save(predictor: Predictor, stem: Path) -> None:
     """Write both models, each atomically."""
-    for booster, suffix in ((predictor.boosters[0], SECONDS), (predictor.boosters[1], SLOWDOWN)):
+    for trees, suffix in zip(predictor.trees, (SECONDS, SLOWDOWN), strict=True):
         with written_whole(stem.with_name(stem.name + suffix)) as file:
-            file.write(booster.save_raw("ubj"))
+            file.write(trees.raw)
 
 
 def _train_seconds(alone: Sequence[Row], basis: Basis) -> xgboost.Booster:

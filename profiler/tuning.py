@@ -272,8 +272,11 @@ class _Tuner:
     """Measures cases on a device until the time is spent."""
 
     def __init__(self, device: Device, descriptor: DeviceDescriptor, database: _Growing, begun: float, budget: float) -> None:
-        self._device, self._descriptor, self._database = device, descriptor, database
-        self._begun, self._budget = begun, budget
+        self._device = device
+        self._descriptor = descriptor
+        self._database = database
+        self._begun = begun
+        self._budget = budget
         self._stand = Stand(device)
         self._rates: dict[tuple[str, str], float] = {}  # the best rate seen, FLOP per second, by kind of workload
         # Compiling during a measurement slows a measured CPU down, but not a GPU.
@@ -350,14 +353,16 @@ class _Tuner:
     def _measured(self, work: _Work) -> list[Timing] | None:
         """Timings of all configs of one case; None if the time ran out during it."""
         timings: list[Timing] = []
-        best, known = inf, dict[object, float]()
+        best = inf
+        known = dict[object, float]()
         # All configs are built before the first one is timed.
         if wait(work.building.values(), timeout=max(0.0, self._left)).not_done:
             return None
         for config in work.configs:
             if self._left <= 0 and work.building:
                 return None
-            why, seconds = work.refused.get(config.name, ""), None
+            why = work.refused.get(config.name, "")
+            seconds = None
             if not why:
                 kernel = _kernel(work.made[config.name])
                 try:

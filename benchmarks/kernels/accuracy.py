@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.accuracy [--device pocl] [--models resnet50 vit-b16 ...] [--ways fp32 tf32 ...] [--json FILE]
 
-PyTorch evaluates each model in float64, with the float32 weights and inputs of its export (`flashmem zoo export`, seed 0).
+PyTorch evaluates each model in float64, with the float32 weights and inputs of its export (`benchmarks.exports`, seed 0).
 Flashmem runs the export on the device in float32, with `--precision tf32` if the device has it, with `--precision fp16`, and
 with `--quantize int8` and `int4`; ONNX Runtime runs it in float32. An error is the largest difference from float64 over all
 elements, as a fraction of the range of an output in float64. The largest of all outputs is shown. With random weights the
@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 import flashmem
 from benchmarks.command import Arguments, run_command
+from benchmarks.exports.export import export, seeded_network
 from flashmem.base.errors import UserError
 from flashmem.base.files import written_whole
 from flashmem.base.types import Precision
 from flashmem.options import check_precision
 from flashmem.runtime.request.options import find_descriptor
-from flashmem.tools.zoo.export import export, seeded_network
 
 MODELS: Mapping[str, int | None] = {
     "resnet50": None, "vit-b16": None, "vit-103m": None, "deepvit-204m": None, "gptneo-125m": None, "sam2-tiny": None,

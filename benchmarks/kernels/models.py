@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 import flashmem
+from benchmarks.exports.models import find
 from flashmem.bundle.writer import BundleWriter
 from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.passes.pipeline import prepare
@@ -25,7 +26,6 @@ from flashmem.compiler.stages.planned import with_layouts
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.tools.zoo.graphs import zoo_graph
-from flashmem.tools.zoo.models import find
 
 Row = dict[str, Any]
 MODELS = ("resnet50", "vit-b16", "gptneo-125m")

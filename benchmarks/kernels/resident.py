@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.resident --zoo DIR --device pocl [--models resnet50] [--rounds 4] [--threads 2]
 
-DIR contains models that `flashmem zoo export` or benchmarks/kernels/small.py wrote, each with its inputs.npz.
+DIR contains models that `benchmarks.exports` or benchmarks/kernels/small.py wrote, each with its inputs.npz.
 Flashmem's bundle is compiled with `--optimize steady` and preloaded. The two engines alternate in turns of six runs. The
 processor rests for a moment after each turn, and the first run of a turn is not counted. Prints medians, least times, ratios,
 and the largest difference of the answers over the range of ONNX Runtime's. Needs the `bench` extra.

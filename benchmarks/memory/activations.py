@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory.activations --zoo DIR --device pocl [--models NAME...] [--precisions fp32 fp16] [--runs 3]
 
-DIR contains models that `flashmem zoo export` wrote, each in a folder of its name, with its inputs.npz. Each measured row is
+DIR contains models that `benchmarks.exports` wrote, each in a folder of its name, with its inputs.npz. Each measured row is
 written to `--rows` (docs/research/activations.json) at once, and the page `--page` (docs/research/activations.md) is written
 from all rows. Rows of this device that exist are not measured again, so that an interrupted run can continue (`--again`
 measures all). A model that fails gets a row with the error, and the next call tries it again. For each model and precision:
@@ -36,6 +36,8 @@ import numpy as np
 
 import flashmem
 from benchmarks.command import Arguments, run_command
+from benchmarks.exports.export import INPUTS
+from benchmarks.exports.models import names, tiny_names
 from benchmarks.memory.activations_page import draw, page
 from benchmarks.memory.budgets import TABLE_8, Precision, Row, compiled_at_smallest, keep, read_rows, why
 from benchmarks.processes import run_bundle, run_worker, take_turns, weights_of
@@ -45,8 +47,6 @@ from flashmem.program.launches import first_and_last
 from flashmem.program.program import Program
 from flashmem.runtime.request.options import device_here
 from flashmem.tools.verify import compare
-from flashmem.tools.zoo.export import INPUTS
-from flashmem.tools.zoo.models import names, tiny_names
 
 _MAPPED_BYTES = 4 << 30  # of weights: above that, ONNX Runtime reads them in place without a second copy
 _KEY = ("model", "precision", "device")
@@ -195,7 +195,10 @@ def measured(name: str, precision: Precision, args: argparse.Namespace) -> Row:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     if not model.is_file():
-        return {**key, "failed": f"{model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`"}
+        return {
+            **key,
+            "failed": f"{model} is not there; export it with `python -m benchmarks.exports {name} {model.parent} --notes`",
+        }
     try:
         with tempfile.TemporaryDirectory(prefix="flashmem-activations-", dir=args.scratch) as scratch:
             return {**key, **Measured(name, model, precision, Path(scratch), args).row()}

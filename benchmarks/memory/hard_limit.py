@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory.hard_limit --zoo DIR [--device pocl] [--models NAME...] [--rows FILE] [--page FILE]
 
-DIR contains models that `flashmem zoo export` wrote, each in a folder of its name. The limit of the memory cgroup is the sum
+DIR contains models that `benchmarks.exports` wrote, each in a folder of its name. The limit of the memory cgroup is the sum
 of: a bare process (interpreter, numpy, pyopencl, the driver and the device's context; resident memory), the smallest budget
 that the planner names, and 48 MiB. A process that needs more is killed. Kernels are built before, without a limit. With
 `--rows` each model's row is saved after its measurement. Models with a row for this device are not measured again, except those
@@ -18,12 +18,12 @@ import traceback
 from pathlib import Path
 
 from benchmarks.command import Arguments, run_command
+from benchmarks.exports.export import INPUTS
+from benchmarks.exports.models import names, tiny_names
 from benchmarks.memory.budgets import TABLE_8, Row, compiled_at_smallest, keep, read_rows, why
 from benchmarks.memory_cgroup import HardLimit, why_no_limit
 from benchmarks.processes import run_worker
 from flashmem.runtime.request.options import device_here
-from flashmem.tools.zoo.export import INPUTS
-from flashmem.tools.zoo.models import names, tiny_names
 
 ABOVE = 48 << 20
 _MIB = 1 << 20
@@ -45,7 +45,10 @@ def measure(name: str, model: Path, device: str, bare: int, scratch: Path) -> Ro
     """One row; for a failed model, the error."""
     key = {"model": name, "device": device_here(device).descriptor_name}
     if not model.is_file():
-        return {**key, "failed": f"{model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`"}
+        return {
+            **key,
+            "failed": f"{model} is not there; export it with `python -m benchmarks.exports {name} {model.parent} --notes`",
+        }
     try:
         return {**key, **_measured(model, device, bare, scratch)}
     except (Exception, SystemExit) as error:  # an error of one model; the others continue

@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory.rereading --zoo DIR [--device pocl] [--models NAME...] [--precisions fp32 fp16]
 
-DIR contains models that `flashmem zoo export` wrote. Nothing runs: programs are planned, and the planner predicts their
+DIR contains models that `benchmarks.exports` wrote. Nothing runs: programs are planned, and the planner predicts their
 latency. A weight that is read again is one slice for each launch that uses it, all of the same bytes in the file. Chains are
 selected as in compilation, and as if weights used no memory, for a few limits. The table shows, kept / read again:
 
@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.command import Arguments, run_command
+from benchmarks.exports.models import names, tiny_names
 from benchmarks.memory.budgets import Precision
 from flashmem.base.errors import BudgetError
 from flashmem.compiler.adaptive.tiling import Patches
@@ -37,7 +38,6 @@ from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
 from flashmem.request.request import BundleRequest
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.tools.zoo.models import names, tiny_names
 
 MODELS = (
     "sam2-large", "sam2-tiny", "sd15-unet", "whisper-medium-encoder", "whisper-medium-decoder", "depthanything-l",
@@ -144,7 +144,10 @@ def main() -> None:
     for name in args.models:
         model = args.zoo / name / "model.onnx"
         if not model.is_file():
-            print(f"{model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`", file=sys.stderr)
+            print(
+                f"{model} is not there; export it with `python -m benchmarks.exports {name} {model.parent} --notes`",
+                file=sys.stderr,
+            )
             continue
         for precision in args.precisions:
             print(row(name, model, args.device, precision), flush=True)

@@ -5,7 +5,7 @@
 Models are planned in fp16 for `adreno750`; no device is needed. Their shapes are read from DIR, as `benchmarks.paper.tables`
 does, or are those of their configurations (`zoo:NAME`). Without `--models` or DIR, rows with a configuration are made.
 
-- *Execution*: predicted milliseconds of all launches by compiled code (`flashmem/planning/capacity/compiled.py`), by the fitted
+- *Execution*: predicted milliseconds of all launches by compiled code (`benchmarks/paper/lookup.py`), by the fitted
   rate of multiply-adds, and SmartMem's execution in FlashMem's Table 7. One row, marked, gave the share that kernels reach:
   `--fit` finds and uses that share again.
 - *Load capacity*, by transfer mode: the sum of C_l over the weights' bytes, and the pipelines that limit C_l (share of its
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Arguments, run_command
+from benchmarks.paper.lookup import CompiledCode
 from benchmarks.paper.tables import DEVICE, PRECISION, PUBLISHED, graphs_in
 from benchmarks.paper.tables_verdict import off_by
 from flashmem.base.errors import UserError
@@ -29,7 +30,6 @@ from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.planning.capacity.compiled import CompiledCode
 from flashmem.planning.capacity.model import THRESHOLDS, load_capacity
 from flashmem.planning.capacity.roofline import Roofline
 from flashmem.program.program import Program

@@ -1,13 +1,12 @@
 """Plans of flashmem compared with simpler strategies in one budget, and with preloading (Figure 9).
 
-    python -m benchmarks.paper.strategies --zoo DIR --device pocl [--budgets 64MB 128MB] [--disk cold] [--runs 5] [--plot t.png]
+    python -m benchmarks.paper.strategies --zoo DIR --device pocl [--budgets 64MB 128MB] [--disk cold] [--runs 5]
 
-DIR contains models that `flashmem zoo export` wrote. Every strategy is a plan of the same program, run by the same runtime with
+DIR contains models that `benchmarks.exports` wrote. Every strategy is a plan of the same program, run by the same runtime with
 the same kernels in the same transfer mode. That program is the one that the compiler generates for the smallest of the budgets.
 Medians of fresh processes that alternate; the program cache is filled first. Budgets are given, or fractions of the weights
 (`--ratios`). A budget that some strategy cannot satisfy is raised to 2 % more than the smallest that all can. Answers are
-compared bit by bit. `--plot` draws launches and loads over time of each strategy for the first model. Needs the `bench` extra,
-`--plot` matplotlib.
+compared bit by bit. Needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -139,37 +138,6 @@ def seconds_of(result: dict[str, Any], strategy: str) -> float:
     return float(result["strategies"][strategy]["integrated"])
 
 
-def plot(path: Path, name: str, whole: flashmem.Bundle, folder: Path, budget: int, args: argparse.Namespace) -> None:
-    """Draw launches and loads of each strategy's first run over time, and the bytes in use, as PNG."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    bundles, budget = planned(whole, folder, budget)
-    figure, axes = plt.subplots(len(bundles), 1, figsize=(11, 1.9 * len(bundles)), sharex=True, layout="constrained")
-    for axis, (strategy, bundle) in zip(axes, bundles.items(), strict=True):
-        trace = folder / "trace.json"
-        run_bundle(bundle.path, args.device, "--trace", str(trace), cold="cold" in args.disk)
-        events = json.loads(trace.read_text())
-        for row, (kind, colour) in enumerate((("loads", "tab:orange"), ("layers", "tab:blue"))):
-            spans = [(1e3 * start, 1e3 * (end - start)) for start, end in events[kind]]
-            axis.broken_barh(spans, (row + 0.1, 0.8), color=colour, linewidth=0)
-        held = axis.twinx()
-        held.step(
-            [1e3 * at for at, _ in events["held"]], [n / 1e6 for _, n in events["held"]], where="post", color="0.4", lw=0.8
-        )
-        held.set_ylim(0, 1.15 * budget / 1e6)
-        held.set_ylabel("held, MB")
-        axis.set_yticks([0.5, 1.5], ["loads", "layers"])
-        axis.set_title(f"{strategy}: first answer after {1e3 * events['integrated']:.0f} ms", loc="left", fontsize=10)
-    axes[-1].set_xlabel("ms since the session was opened")
-    disk = "dropped from the page cache" if "cold" in args.disk else "cached"
-    figure.suptitle(f"{name}, budget {budget / 1e6:.0f} MB, {args.device}, file {disk}")
-    figure.savefig(path, dpi=110)
-    print(f"\nwrote {path}")
-
-
 def main() -> None:
     """Measure every model in the folder."""
     parser = Arguments(__doc__)
@@ -184,13 +152,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     parser.check_device(args.device)
     found = parser.models_in(args.zoo, args.models)
     print(f"flashmem {flashmem.__version__}, device {args.device}, medians of {args.runs} fresh processes")
     results = []
-    for number, (name, model) in enumerate(found.items()):
+    for name, model in found.items():
         with tempfile.TemporaryDirectory(prefix="flashmem-strategies-") as folder:
             # Without adaptive unfusion, which is for flashmem's plans only: all strategies must run the same program.
             asked = {"device": args.device, "memory_path": args.memory_path, "mode": args.mode}
@@ -206,8 +173,6 @@ def main() -> None:
                         results.append(measure(name, bundles, budget, Path(folder), disk, args))
                         show(results[-1])
                 measured.add(budget)
-            if args.plot and number == 0:
-                plot(args.plot, name, whole, Path(folder), budgets[0], args)
     summarise(results)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

@@ -4,7 +4,7 @@
 
 Each model is planned in fp16 for `adreno750` (objective `first`, default lambda, M_peak as in the paper) and simulated with a
 cold file. Only shapes are read from DIR/NAME/model.onnx, or from DIR/NAME-SIZE/model.onnx at the size with the paper's
-multiply-adds, if that is not the default size (`flashmem zoo export NAME --size SIZE`). A model without a file is planned from
+multiply-adds, if that is not the default size (`benchmarks.exports --size`). A model without a file is planned from
 its configuration (`zoo:NAME`), if one exists.
 
 Rates of the descriptor that are assumptions (`--free`) are fitted to the latency of at most four rows (`--fit`). Without
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import Arguments, run_command
+from benchmarks.exports.models import find
 from benchmarks.paper.rates_fit import RATES, fitted, scaled
 from benchmarks.paper.tables_verdict import Judged, verdict
 from flashmem.base.errors import UserError
@@ -44,7 +45,6 @@ from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.tools.simulation.scenario import describe
 from flashmem.tools.simulation.simulator import Prediction, simulate
 from flashmem.tools.zoo.graphs import zoo_graph
-from flashmem.tools.zoo.models import find
 
 
 @dataclass(frozen=True)

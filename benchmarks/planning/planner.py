@@ -10,7 +10,7 @@ solved one, over its bound, and compared with strategy next-operator, its simple
 starts from the other plan, and so its plan is never worse. The models are the eleven of Table 6. `chunks`: the share of W by
 the size S of a chunk.
 
-Models are architectures (`zoo:NAME`) or files that `flashmem zoo export` wrote under DIR; no weight is read. Seconds are
+Models are architectures (`zoo:NAME`) or files that `benchmarks.exports` wrote under DIR; no weight is read. Seconds are
 processor time of this process, including solver threads, so that other work on the machine does not increase them.
 """
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning.simulation --zoo DIR --device pocl [--descriptor FILE] [--modes dma interleave] [--runs 5]
 
-DIR contains models that `flashmem zoo export` wrote. Each model is planned for three budgets (a too small one is replaced by
+DIR contains models that `benchmarks.exports` wrote. Each model is planned for three budgets (a too small one is replaced by
 the smallest that works). Measured: medians of fresh processes, after one that compiles the kernels; the peak is the ledger's.
 All rows of the table alternate, so that each one is measured in the machine's fast and slow minutes. Predicted: on the device's
 descriptor, or the given one. "Cold" drops the file from the page cache (the host of a virtual machine may still cache it).

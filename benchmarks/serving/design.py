@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.design --zoo DIR [--device pocl ...] [--json FILE] [--plot PNG]
 
-DIR contains models that `flashmem zoo export` wrote. The application classifies images (ResNet-50 or ViT-B/16), reads
+DIR contains models that `benchmarks.exports` wrote. The application classifies images (ResNet-50 or ViT-B/16), reads
 (GPT-Neo-125M) and measures depth (DepthAnything-S), in single and in half precision, within each of `--budgets`. Every
 candidate is measured. Then an exhaustive search over all decisions, in plain arithmetic, must agree with RASS. Prints the
 designs and the policy (CARIn, Tables 7 and 8), and the optimality over that of simpler methods (Figures 3 to 6). Also prints
@@ -36,7 +36,7 @@ from flashmem.runtime.application.designs import Designs, DeviceState
 from flashmem.tools.design.application import Measure, read_application
 from flashmem.tools.design.metrics import Candidate, value
 from flashmem.tools.design.profiles import Profiling, candidates, processors_here
-from flashmem.tools.design.writer import Solved, described, solved, write
+from flashmem.tools.design.writer import Solved, describe, solved, write
 
 TASKS = ("see=resnet50:0.7613,vit-b16:0.8107", "read=gptneo-125m", "depth=depthanything-s")
 """Accuracy is the top-1 of torchvision's first weights. Each other task has one model, and no objective uses its accuracy. Half
@@ -111,7 +111,7 @@ def _finite(number: float | None) -> float | None:
 
 def tables(answer: Solved) -> str:
     """The designs and the policy as Markdown: CARIn's Tables 7 and 8."""
-    designs = described(answer)
+    designs = describe(answer)
     lines = ["| design | kept for | optimality | models, device and budget of each task | latency, ms | memory, MB |"]
     lines += ["|---|---|---|---|---|---|"]
     for number, row in enumerate(answer.solution.designs):

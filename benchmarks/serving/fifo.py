@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.fifo --zoo DIR [--device pocl] [--budget 200MB] [--iterations 10] [--runs 3] [--plot PNG]
 
-DIR contains models that `flashmem zoo export` wrote. Each method runs in its own process, `--runs` times alternately; prints
+DIR contains models that `benchmarks.exports` wrote. Each method runs in its own process, `--runs` times alternately; prints
 medians. `runtime` is `flashmem.Runtime`, with all requests submitted in advance. `sessions` opens a `Session` for each request
 and closes it; `ort-each` does so with ONNX Runtime, `ort-open` keeps all models open. Seconds are from the first request to the
 last answer; memory is the peak above the bare process. With root rights, `runtime` also runs under a memory cgroup of a bare

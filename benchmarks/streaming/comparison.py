@@ -2,7 +2,7 @@
 
     python -m benchmarks.streaming.comparison --zoo DIR [--device pocl] [--runs 5] [--json results.json]
 
-DIR contains resnet50, vit-b16 and gptneo-125m from `flashmem zoo export`, each in its own folder, with external data. Every
+DIR contains resnet50, vit-b16 and gptneo-125m from `benchmarks.exports`, each in its own folder, with external data. Every
 number is the median of fresh processes that alternate; the kernels' program cache is filled first. "Cold" drops the file from
 the page cache (the host of a virtual machine may still cache it). The disk's rate is measured in the same way in the same run.
 ONNX Runtime runs with default settings, and as the simplest rival of streaming ("mapped"): weights in one mapped file of

@@ -1,9 +1,9 @@
-"""Measure every model of the zoo on one device, and write docs/research/models.md.
+"""Measure every model of `benchmarks.exports` on one device, and write docs/research/models.md.
 
     python -m benchmarks.streaming.models --zoo DIR --device pocl [--models NAME...] [--missing] [--export PYTHON]
 
-DIR contains models that `flashmem zoo export` wrote, each in a folder of its name, with its inputs.npz and export.json. With
-`--export PYTHON` missing models are exported first, one at a time, by the interpreter PYTHON, which has the `zoo` extra. A
+DIR contains models that `benchmarks.exports` wrote, each in a folder of its name, with its inputs.npz and export.json. With
+`--export PYTHON` missing models are exported first, one at a time, by the interpreter PYTHON, which has PyTorch. A
 model's row is written to `--rows` (docs/research/models.json) after its measurement, and the page `--page`
 (docs/research/models.md) is written from all rows. Rows of other models and other devices stay. So a run can be interrupted;
 `--missing` continues with the models that have no row for this device.
@@ -40,6 +40,8 @@ import onnx
 
 import flashmem
 from benchmarks.command import Arguments, run_command
+from benchmarks.exports.export import INPUTS, NOTES
+from benchmarks.exports.models import names, tiny_names
 from benchmarks.processes import Row, run_bundle, run_worker, weights_of
 from benchmarks.streaming.models_page import page
 from flashmem.base.errors import BudgetError, UserError
@@ -51,8 +53,6 @@ from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.request.options import device_here
 from flashmem.tools.verify import compare
-from flashmem.tools.zoo.export import INPUTS, NOTES
-from flashmem.tools.zoo.models import names, tiny_names
 
 BUDGETS = {"gptneo-2.7b": 600_000_000}
 """Budgets of single models, instead of a fraction of the weights."""
@@ -183,7 +183,7 @@ def export_missing(name: str, zoo: Path, python: str) -> None:
     if not (zoo / name / "model.onnx").is_file():
         print(f"{name}: exporting", file=sys.stderr, flush=True)
         subprocess.run(
-            [python, "-m", "flashmem.tools.zoo", name, str(zoo / name), "--notes"], check=True, stdout=subprocess.DEVNULL
+            [python, "-m", "benchmarks.exports", name, str(zoo / name), "--notes"], check=True, stdout=subprocess.DEVNULL
         )
 
 
@@ -238,7 +238,9 @@ def main() -> None:
                 export_missing(name, args.zoo, args.export)
             model = args.zoo / name / "model.onnx"
             if not model.is_file():
-                failed[name] = f"{model} is not there; export it with `flashmem zoo export {name} -o {model.parent}`"
+                failed[name] = (
+                    f"{model} is not there; export it with `python -m benchmarks.exports {name} {model.parent} --notes`"
+                )
                 continue
             with tempfile.TemporaryDirectory(prefix="flashmem-models-", dir=args.scratch) as scratch:
                 row = Measured(name, model, Path(scratch), args).row()

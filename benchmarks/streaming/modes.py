@@ -2,7 +2,7 @@
 
     python -m benchmarks.streaming.modes --zoo DIR --device nvidia --memory-path texture [--budget-ratio 0.5] [--runs 5]
 
-DIR contains models that `flashmem zoo export` wrote. The budget is `--budget-ratio` of the weights, at least the plan's
+DIR contains models that `benchmarks.exports` wrote. The budget is `--budget-ratio` of the weights, at least the plan's
 minimum. Medians of fresh processes; the first run of each kind, which compiles the kernels, is not counted. The answer is
 compared with ONNX Runtime's, and the modes with each other bit by bit. Needs the `bench` extra.
 """

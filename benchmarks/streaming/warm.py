@@ -2,7 +2,7 @@
 
     python -m benchmarks.streaming.warm --zoo DIR [--device pocl] [--models NAME ...] [--shares 1.2 0.5] [--runs 5] [--plot PNG]
 
-DIR contains models that `flashmem zoo export` wrote. Each model is compiled without a budget, and for each fraction
+DIR contains models that `benchmarks.exports` wrote. Each model is compiled without a budget, and for each fraction
 (`--shares`) of its memory with all weights resident. Each kind of session runs in its own process, `--runs` times alternately;
 prints medians of each answer:
 

@@ -79,11 +79,11 @@ def defect(what: str, error: BaseException) -> DefectError:
     """The error for an unexpected `error` while flashmem did `what`; raise it from `error`."""
     return DefectError(
         f"{what} failed by a defect of flashmem, not of yours: please report it, with this line and the model "
-        f"(flashmem {__version__}, {_described(error)})"
+        f"(flashmem {__version__}, {_describe(error)})"
     )
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """The innermost cause of `error` in one line: its type, where it was raised, and its message."""
     while error.__cause__ is not None:
         error = error.__cause__

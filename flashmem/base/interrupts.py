@@ -144,7 +144,8 @@ def blocked() -> Iterator[Callable[[], None]]:
     if not _watching or not hasattr(signal, "pthread_sigmask"):
         yield lambda: None
         return
-    over, came = False, list[int]()  # the child inherits the mask; here, other threads could receive the signal
+    over = False  # the child inherits the mask
+    came = list[int]()  # here, other threads could receive the signal
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 
-def parsed(text: str) -> Any:
+def parse_json(text: str) -> Any:
     """Parse JSON; equal objects become one. A large model's launches have tens of thousands of arguments, most of them equal.
 
     Raises:

@@ -39,7 +39,7 @@ from typing import Any
 
 from flashmem.base.errors import BundleError, MissingFileError
 from flashmem.base.files import open_regular
-from flashmem.base.json import parsed
+from flashmem.base.json import parse_json
 from flashmem.base.units import budget_text, format_size
 from flashmem.bundle.checksums import ChecksummedRange, Checksums, checksum, checksummed_ranges, unpack_checksums
 from flashmem.bundle.field_types import check_types
@@ -235,7 +235,7 @@ class Bundle:
         try:
             descriptor = DeviceDescriptor.from_dict(without_compiler_part(manifest["device"]), where=f"{path}/{MANIFEST}")
         except _UNREADABLE as error:
-            raise _damaged(path, error) from error
+            raise _damage_error(path, error) from error
         check_types(descriptor, f"the device in {MANIFEST}")
         check_weights_size(path, manifest)
         variants = tuple(_read_variant(path, manifest, index, own) for index, own in enumerate(manifest["variants"]))
@@ -282,9 +282,9 @@ def _read_elsewhere(path: Path, manifest: Mapping[str, Any], index: int, name: s
         return variant
     text, plain, lane = (read_checked(path, each, manifest).decode() for each in files)
     try:
-        program = Program.from_json(parsed(text))
+        program = Program.from_json(parse_json(text))
     except _UNREADABLE as error:
-        raise _damaged(path, error) from error
+        raise _damage_error(path, error) from error
     check_code(program, plain, lane)
     check_bundle(program, variant.plan)
     check_elsewhere(variant.program, program)
@@ -319,9 +319,10 @@ def _read_variant(path: Path, manifest: Mapping[str, Any], index: int, own: Mapp
     *texts, stored = (read_checked(path, name, manifest) for name in variant_files(index))
     try:
         plain, lane = (text.decode() for text in texts[2:])
-        program, plan = Program.from_json(parsed(texts[0].decode())), OverlapPlan.from_json(parsed(texts[1].decode()))
+        program = Program.from_json(parse_json(texts[0].decode()))
+        plan = OverlapPlan.from_json(parse_json(texts[1].decode()))
     except _UNREADABLE as error:
-        raise _damaged(path, error) from error
+        raise _damage_error(path, error) from error
     del texts
     check_bundle(program, plan)
     check_code(program, plain, lane)
@@ -334,7 +335,7 @@ _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError,
 """Exceptions that building a program or a plan from foreign JSON can raise."""
 
 
-def _damaged(path: Path, error: Exception) -> BundleError:
+def _damage_error(path: Path, error: Exception) -> BundleError:
     return BundleError(f"bundle {path} is damaged ({type(error).__name__}: {error}); compile the model again")
 
 

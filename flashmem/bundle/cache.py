@@ -179,7 +179,8 @@ def trim(keep: Path) -> None:
         UserError: FLASHMEM_CACHE_LIMIT is not a size.
     """
     remove_leftovers(folder())
-    known, most = entries(), limit()
+    known = entries()
+    most = limit()
     total = sum(entry.nbytes for entry in known)
     for entry in reversed(known):
         if total <= most:

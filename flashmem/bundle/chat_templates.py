@@ -17,7 +17,8 @@ from flashmem.bundle.language import Template
 _RENDERER = "flashmem.tools.chat_template"
 """The module of the desk that the child runs. Jinja is not on a phone."""
 
-_SECONDS, _BYTES = 10, 512 << 20
+_SECONDS = 10
+_BYTES = 512 << 20
 """The processor time of the child, and the memory that it can have."""
 
 _REFUSES = "the model's chat template refuses the conversation"

@@ -80,7 +80,8 @@ def checksummed_ranges(program: Program) -> Iterator[ChecksummedRange]:
 
 def table_blocks(lookup: HostEmbeddingLookup) -> list[ChecksummedRange]:
     """The table of `lookup`, divided into blocks of `TABLE_BLOCK` bytes."""
-    name, end = f"the table read by {lookup.indices!r}", table_end(lookup)
+    name = f"the table read by {lookup.indices!r}"
+    end = table_end(lookup)
     starts = range(lookup.offset, end, TABLE_BLOCK)
     return [ChecksummedRange(name, start, min(TABLE_BLOCK, end - start)) for start in starts]
 

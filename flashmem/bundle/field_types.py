@@ -33,7 +33,8 @@ def check_types(data: Any, where: str) -> None:
 @functools.cache
 def _checker(declared: Any) -> Checker:
     """A function that checks whether a value has the type `declared`, created once for each type."""
-    origin, arguments = get_origin(declared), get_args(declared)
+    origin = get_origin(declared)
+    arguments = get_args(declared)
     if declared is int:
         return lambda value: type(value) is int and 0 <= value < _LARGEST
     if declared is float:  # JSON has whole numbers of any size; one of 400 digits is no float

@@ -31,7 +31,7 @@ from typing import cast
 
 from flashmem.base.errors import BundleError
 from flashmem.base.types import ITEMSIZE
-from flashmem.bundle.kernel_expressions import MOST_LETTERS, Expression, Range, arguments, parsed
+from flashmem.bundle.kernel_expressions import MOST_LETTERS, Expression, Range, arguments, parse_expression
 from flashmem.program.kernel_text import kernel_heads, last_word
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
@@ -95,7 +95,7 @@ class Kernel:
                     ends = (at[0].high + width,) if len(at) == 1 else tuple(place.high for place in at)
                     found[name] = tuple(map(max, ends, found.get(name, ends)))
         except (KeyError, ArithmeticError) as error:
-            raise damaged(f"kernel {self.name} states no bounds of {', '.join(sorted(wanted))} ({error})") from error
+            raise damage_error(f"kernel {self.name} states no bounds of {', '.join(sorted(wanted))} ({error})") from error
         return found
 
 
@@ -166,7 +166,8 @@ def _check_overlaps(name: str, kernel: Kernel, launch: Launch, tensors: Mapping[
         for other, shared in given if parameter.written else ():
             if other is parameter or (tensor is shared and other.name in kernel.over and not other.written):
                 continue
-            before, behind = tensor.offset + _elements(tensor), shared.offset + _elements(shared)
+            before = tensor.offset + _elements(tensor)
+            behind = shared.offset + _elements(shared)
             apart = before <= shared.offset or behind <= tensor.offset
             _require(apart or tensor.memory != shared.memory, f"{name} writes {parameter.name!r} over {other.name!r}")
 
@@ -224,7 +225,8 @@ def parsed_kernels(source: str) -> dict[str, Kernel]:
     Raises:
         BundleError: a statement cannot be parsed, or a kernel has more parameters or statements than flashmem's.
     """
-    found, behind = {}, 0
+    found = {}
+    behind = 0
     bodies = _bodies(source)
     for head in kernel_heads(source):
         declared = source[head.start : head.end]
@@ -232,14 +234,14 @@ def parsed_kernels(source: str) -> dict[str, Kernel]:
         parameters = head.parameters.split(",")
         _require(len(parameters) <= _MOST_PARAMETERS, f"kernel {head.name[:60]} has {len(parameters)} parameters")
         kernel = Kernel(head.name, [_parameter(text) for text in parameters])
-        kernel.stated = _stated(source[behind : head.start])
+        kernel.stated = _statements(source[behind : head.start])
         _require(len(kernel.stated) <= _MOST_STATED, f"kernel {head.name[:60]} states {len(kernel.stated)} facts")
         for line in kernel.stated:
             _state(kernel, line)
         behind = head.end
         for function in ("prologue", "epilogue"):
             for pointer, index, width in _loads(bodies.get(f"{head.name}_{function}", "")):
-                kernel.touched.append((pointer, (parsed(index),), width))
+                kernel.touched.append((pointer, (parse_expression(index),), width))
                 _require(len(kernel.touched) <= _MOST_STATED, f"kernel {head.name[:60]} has too many reads")
         found[head.name] = kernel
     return found
@@ -259,7 +261,7 @@ def _bodies(source: str) -> dict[str, str]:
     return bodies
 
 
-def _stated(before: str) -> list[str]:
+def _statements(before: str) -> list[str]:
     """The statements in the `//@` lines at the end of a text."""
     lines = (line.strip() for line in reversed(before.splitlines()))
     stated = [line.removeprefix("//@").strip() for line in takewhile(lambda line: not line or line.startswith("//@"), lines)]
@@ -269,7 +271,8 @@ def _stated(before: str) -> list[str]:
 def _parameter(text: str) -> _Parameter:
     """Parse one parameter of a kernel."""
     words = text.replace("*", " * ").split()
-    name, declared = words[-1], set(words[:-1])
+    name = words[-1]
+    declared = set(words[:-1])
     if "image2d_t" in declared:
         return _Parameter(name, "texture")
     kind = next((word for word in words if (match := _VECTOR.fullmatch(word)) and match[1] in _ITEMSIZE), "")
@@ -287,36 +290,37 @@ def _state(kernel: Kernel, line: str) -> None:
     _require(len(line) <= MOST_LETTERS, f"a kernel states {line[:60]!r}, which does not end")
     word, _, rest = line.partition(" ")
     if word == "items":
-        kernel.items = [parsed(text) for text in arguments(rest)]
+        kernel.items = [parse_expression(text) for text in arguments(rest)]
     elif word in ("zero", "any"):
         kernel.least |= {name.strip(): 0 if word == "zero" else -(2**31) for name in rest.split(",")}
     elif word == "over":
         kernel.over.add(rest.strip())
     elif word == "require":
         small, _, large = rest.partition("<=")
-        kernel.requirements.append((parsed(small), parsed(large), rest))
+        kernel.requirements.append((parse_expression(small), parse_expression(large), rest))
     elif (match := re.fullmatch(r"(\w+) < (.+)", line)) is not None:
-        kernel.ranges.append((match[1], parsed(match[2])))
+        kernel.ranges.append((match[1], parse_expression(match[2])))
     elif (match := re.fullmatch(r"(\w+)\[(.+)\]", line)) is not None:
-        kernel.touched.append((match[1], (parsed(match[2]),), 1))
+        kernel.touched.append((match[1], (parse_expression(match[2]),), 1))
     elif (match := re.fullmatch(r"(\w+)\((.+)\)", line)) is not None:
-        kernel.touched.append((match[1], tuple(parsed(text) for text in arguments(match[2])), 1))
+        kernel.touched.append((match[1], tuple(parse_expression(text) for text in arguments(match[2])), 1))
     else:
         _require(False, f"a kernel states {line[:100]!r}")
 
 
 def _loads(body: str) -> Iterator[tuple[str, str, int]]:
     """The reads of a pointwise function: (operand, index, elements from there on)."""
-    ends = _closing(body)
+    ends = _match_brackets(body)
     for match in _LOAD.finditer(body):
         yield match[2], _index(body, match.end(), ends.get(body.index("(", match.start()))), int(match[1] or 1)
     for match in _SUBSCRIPT.finditer(body):
         yield match[1], _index(body, match.end(), ends.get(match.end() - 1)), 1
 
 
-def _closing(text: str) -> dict[int, int]:
+def _match_brackets(text: str) -> dict[int, int]:
     """The place of the bracket that closes each bracket, by the place of that."""
-    open_at, ends = list[int](), dict[int, int]()
+    open_at = list[int]()
+    ends = dict[int, int]()
     for match in _BRACKET.finditer(text):
         if match[0] in "([":
             open_at.append(match.start())
@@ -328,15 +332,15 @@ def _closing(text: str) -> dict[int, int]:
 def _index(body: str, start: int, end: int | None) -> str:
     """The index that ends at `end`."""
     if end is None or end - start > MOST_LETTERS:
-        raise damaged(f"a kernel reads at {body[start : start + 60]!r}, which does not end")
+        raise damage_error(f"a kernel reads at {body[start : start + 60]!r}, which does not end")
     return body[start:end]
 
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise damaged(what)
+        raise damage_error(what)
 
 
-def damaged(what: str) -> BundleError:
+def damage_error(what: str) -> BundleError:
     """The error for a damaged bundle; `what` is the defect."""
     return BundleError(f"the bundle is damaged: {what}; compile the model again")

@@ -39,7 +39,7 @@ Raises KeyError for an unknown variable, and ArithmeticError where it has no val
 
 
 @functools.lru_cache(1 << 14)
-def parsed(text: str) -> Expression:
+def parse_expression(text: str) -> Expression:
     """Compile a C integer expression to a function on intervals. Raises BundleError: it is none, or too long or too deep."""
     text = text.strip()
     try:
@@ -52,7 +52,9 @@ def parsed(text: str) -> Expression:
 
 def arguments(text: str) -> list[str]:
     """Split `text` at the commas outside of brackets."""
-    parts, depth, begin = [], 0, 0
+    parts = []
+    depth = 0
+    begin = 0
     for at, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if letter == "," and depth == 0:
@@ -72,24 +74,26 @@ def _built(node: ast.expr, depth: int) -> Expression:
         return lambda known: known[name]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _built(node.operand, depth - 1)
-        return lambda known: _negated(inner(known))
+        return lambda known: _negate(inner(known))
     if isinstance(node, ast.BinOp):
-        left, right, combine = _built(node.left, depth - 1), _built(node.right, depth - 1), _COMBINE[type(node.op)]
-        return lambda known: _limited(combine(left(known), right(known)))
+        left = _built(node.left, depth - 1)
+        right = _built(node.right, depth - 1)
+        combine = _COMBINE[type(node.op)]
+        return lambda known: _check_range(combine(left(known), right(known)))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "min" and len(node.args) == 2:
         first, second = (_built(each, depth - 1) for each in node.args)
         return lambda known: _smaller(first(known), second(known))
     raise ValueError("not an expression of whole numbers")
 
 
-def _limited(found: Range) -> Range:
+def _check_range(found: Range) -> Range:
     """`found`, if its numbers are small enough: products of products would grow without end."""
     if found.low < -_LARGEST or found.high > _LARGEST:
         raise OverflowError("a number of more than 128 bits")
     return found
 
 
-def _negated(a: Range) -> Range:
+def _negate(a: Range) -> Range:
     return Range(-a.high, -a.low)
 
 

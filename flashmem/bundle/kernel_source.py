@@ -42,7 +42,7 @@ def check_source(text: str) -> None:
 
 def _check_part(text: str) -> None:
     if any(each in text for each in ("\0", "\r", "\\", "??")) and (found := _ANYWHERE.search(text)):
-        raise _refused(found[0])
+        raise _refusal(found[0])
     code = code_of(text)
     if "#" in code:
         for line in code.split("\n"):
@@ -50,28 +50,30 @@ def _check_part(text: str) -> None:
                 _check_line(line)
     for mark in _MARKS:
         if mark in code:
-            raise _refused(mark)
+            raise _refusal(mark)
     if any(each in code for each in _IN_NAMES) and (found := _NAMES.search(code)):
-        raise _refused(found[0])
+        raise _refusal(found[0])
 
 
 def _check_line(line: str) -> None:
     """Check a line with a directive or with names joined by `##`."""
     directive = _DIRECTIVE.match(line)
     if directive is not None:
-        name, rest = directive[1], " ".join(directive[2].split())
+        name = directive[1]
+        rest = " ".join(directive[2].split())
         if name not in _DIRECTIVES or (name == "pragma" and not _PRAGMA.fullmatch(rest)):
-            raise _refused(f"#{name} {rest}")
+            raise _refusal(f"#{name} {rest}")
         parameters = _PARAMETERS.match(directive[2]) if name == "define" else None
         if parameters is not None and _OWN_BEGINNING.search(parameters[1]):
-            raise _refused(f"#{name} {rest}")
+            raise _refusal(f"#{name} {rest}")
     before, *following = line.split("##")
     for behind in following:
-        first, second = last_word(before.rstrip()), _NEXT_WORD.match(behind)
+        first = last_word(before.rstrip())
+        second = _NEXT_WORD.match(behind)
         assert second is not None  # it may be empty
         # A name that starts with a digit, or with one of these prefixes and no parameter, is none of the names above.
         if not second[1].isdecimal() and not _OWN_BEGINNING.match(first):
-            raise _refused(f"{first}##{second[1]}")
+            raise _refusal(f"{first}##{second[1]}")
         before = behind[second.end() :]
 
 
@@ -82,5 +84,5 @@ def check_options(options: Sequence[str]) -> None:
         raise BundleError(f"the bundle compiles its kernels with {wrong!r}, which flashmem never does; compile the model again")
 
 
-def _refused(what: str) -> BundleError:
+def _refusal(what: str) -> BundleError:
     return BundleError(f"the bundle's kernels hold {what[:60]!r}, which flashmem never writes; compile the model again")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flashmem.bundle.kernel_bounds import Kernel, damaged, parsed_kernels
+from flashmem.bundle.kernel_bounds import Kernel, damage_error, parsed_kernels
 from flashmem.program.lanes import LANE_UNIT, LaneKind, lane_kind, lane_places
 from flashmem.program.program import Program
 from flashmem.program.tensors import Slice
@@ -45,14 +45,15 @@ def _shape(part: Slice) -> tuple[object, ...]:
 
 def _lane_of(kernel: Kernel, kind: LaneKind) -> tuple[object, ...]:
     """The lane's parameters, the last of the kernel, and the kernel's statements about them."""
-    names, kinds = [], []
+    names = []
+    kinds = []
     for place, written in enumerate(lane_places(kind)):
         names += [f"lane_{each}{place}" for each in ("src", "dst", *_NUMBERS)]
         kinds += ["pointer", "pointer" if written == "buffer" else "texture", *("int" for _ in _NUMBERS)]
     last = kernel.parameters[-len(names) :]
     right = [each.name for each in last] == names and [each.kind for each in last] == kinds
     if not right:
-        raise damaged(f"kernel {kernel.name} does not take the arguments of a stream lane")
+        raise damage_error(f"kernel {kernel.name} does not take the arguments of a stream lane")
     return kind, tuple(last), *(line for line in kernel.stated if "lane_" in line)
 
 
@@ -70,15 +71,16 @@ def _check_place(kernel: Kernel, kind: LaneKind, part: Slice, place: int) -> Non
         for name, number in zip(_NUMBERS, numbers if other == place else (0, 0, 1, 1), strict=True)
     }
     touched = kernel.touches(known, {f"lane_src{place}", f"lane_dst{place}"}, "lane_")
-    source, target = touched.get(f"lane_src{place}"), touched.get(f"lane_dst{place}")
+    source = touched.get(f"lane_src{place}")
+    target = touched.get(f"lane_dst{place}")
     itemsize = {each.name: each.itemsize for each in kernel.parameters}
     if source is None or target is None:
-        raise damaged(f"kernel {kernel.name} does not state what its stream lane touches")
+        raise damage_error(f"kernel {kernel.name} does not state what its stream lane touches")
     if source[0] * itemsize[f"lane_src{place}"] > room:
-        raise damaged(f"the stream lane of kernel {kernel.name} leaves the staging of slice {part.name!r}")
+        raise damage_error(f"the stream lane of kernel {kernel.name} leaves the staging of slice {part.name!r}")
     if part.is_image:
         inside = all(at < size for at, size in zip(target, (part.width, part.height), strict=True))
     else:
         inside = target[0] * itemsize[f"lane_dst{place}"] <= room
     if not inside:
-        raise damaged(f"the stream lane of kernel {kernel.name} leaves the home of slice {part.name!r}")
+        raise damage_error(f"the stream lane of kernel {kernel.name} leaves the home of slice {part.name!r}")

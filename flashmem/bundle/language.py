@@ -26,13 +26,16 @@ from flashmem.base.foreign_models import ADAPTER
 SETTINGS = ("genai_config.json", "config.json", ADAPTER)
 """A folder with one of these files has a language model, or an adapter of one; it is no bundle."""
 
-IDS, TOTAL, TEMPERATURE = "input_ids", "total_sequence_length", "temperature"
+IDS = "input_ids"
+TOTAL = "total_sequence_length"
+TEMPERATURE = "temperature"
 """The inputs of a language model: the tokens to read [1, tokens]; the number of all tokens up to the last of them; and the
 temperature of the sums in its candidates, float32 above 0. For a batch of requests, tokens are [batch, tokens], and numbers and
 temperatures [batch].
 """
 
-LOGITS, CANDIDATES = "logits", "candidates"
+LOGITS = "logits"
+CANDIDATES = "candidates"
 """Its outputs: logits in float32 [batch, rows, vocabulary], and candidates in int32 [batch, rows, 2 k + 1] with k = `KEPT`, or
 the vocabulary if that is less (`compiler.kernels.candidates.operators`): tokens of the largest logits, the largest first and of
 equal ones the first; these logits, as the bits of floats; and as such bits the sum of exp((logit - the largest) / temperature)
@@ -50,7 +53,8 @@ SUM_ERROR = 1e-4
 above -100, which three roundings make, by 2e-5.
 """
 
-PROMPT_TOKENS, CHECKED_TOKENS = 32, 8
+PROMPT_TOKENS = 32
+CHECKED_TOKENS = 8
 """Tokens that a run reads: of a prompt; to check drafted ones, with logits after each (`runtime.generation.speculation`). Other
 runs read one.
 """
@@ -66,7 +70,12 @@ than `max_length`.
 MOST_ROWS = 64
 """The most rows of a batch."""
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 """Types of tokens: pieces of texts; for what is not in the vocabulary; those that only a template writes; those that are found
 in a text before it is cut; no text has it; a byte, which SentencePiece writes as "<0x0A>"."""
 
@@ -192,14 +201,17 @@ class Language:
             given = json.loads(text)
             tokens, types, merges, scores = (tuple(given[name]) for name in ("tokens", "types", "merges", "scores"))
             pattern = None if given["pattern"] is None else PATTERNS[given["pattern"]]
-            begin, ends, chat, length = given["begin"], frozenset(given["ends"]), given["chat"], given["max_length"]
+            begin = given["begin"]
+            ends = frozenset(given["ends"])
+            chat = given["chat"]
+            length = given["max_length"]
             template = None if given.get("template") is None else Template(**given["template"])
             made = cls(
                 pattern, tokens, types, merges, begin, ends, chat, length, scores, given["space_prefix"], given["nfc"],
                 template, given.get("chat_trims", {}), given.get("chat_thoughts", "kept"), given.get("sampling", {}),
             )  # fmt: skip
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise _damaged() from error
+            raise _damage_error() from error
         made._check()
         return made
 
@@ -207,7 +219,8 @@ class Language:
         count = len(self.tokens)
         numbers: list[Any] = [*self.ends, *([] if self.begin is None else [self.begin])]
         chat: Mapping[Any, Any] = self.chat if isinstance(self.chat, dict) else {}
-        template, marks = self.template or Template("", {}), dict[Any, Any]()
+        template = self.template or Template("", {})
+        marks = dict[Any, Any]()
         if isinstance(template.marks, dict):
             marks = template.marks
         right = (
@@ -229,7 +242,7 @@ class Language:
             and (self.chat is None or chat.keys() >= CHAT)
         )
         if not right:
-            raise _damaged()
+            raise _damage_error()
 
 
 RECOMMENDED: Mapping[str, str] = MappingProxyType(
@@ -252,5 +265,5 @@ CHAT = frozenset({"user", "user assistant", "assistant user"})
 """The pieces that every chat template in pieces has; others are missing if it refuses such messages or has none for them."""
 
 
-def _damaged() -> BundleError:
+def _damage_error() -> BundleError:
     return BundleError("the bundle's language.json is damaged; compile the model again")

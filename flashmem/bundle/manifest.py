@@ -93,7 +93,8 @@ def read_same_manifest(path: Path, files: Path) -> dict[str, Any]:
 
 def _unknown_file(manifest: Mapping[str, Any]) -> str | None:
     """A name among the files of a manifest that is not of the format, if there is one: files are copied under these names."""
-    files, count = manifest["files"], len(manifest["variants"])
+    files = manifest["files"]
+    count = len(manifest["variants"])
     known = {LANGUAGE, BINARIES}
     for index in range(min(count, len(files))):  # a variant without files is refused when it is read
         known.update(variant_files(index))

@@ -58,12 +58,14 @@ def replace_plans(
     Raises:
         UserError, BundleError: as for `replace_plan`.
     """
-    common, owns = dict(bundle.common), [dict(variant.own) for variant in bundle.variants]
+    common = dict(bundle.common)
+    owns = [dict(variant.own) for variant in bundle.variants]
     contents: dict[str, bytes] = {}
     for index, plan in plans.items():
         check_bundle(bundle.variants[index].program, plan)
         contents[variant_files(index)[1]] = compact(plan.to_json())
-        common, owns[index] = common_part(metas[index]), own_part(metas[index])
+        common = common_part(metas[index])
+        owns[index] = own_part(metas[index])
     return _with_files(bundle, contents, {"meta": common, "variants": owns}, path or bundle.path)
 
 

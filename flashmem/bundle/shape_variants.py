@@ -88,7 +88,7 @@ def stored_again(programs: Sequence[Program]) -> dict[str, int]:
     return {name: nbytes for name, nbytes in more.items() if nbytes}
 
 
-def fitting(variants: Sequence[Sequence[Port]], given: Mapping[str, Any]) -> int | None:
+def find_variant(variants: Sequence[Sequence[Port]], given: Mapping[str, Any]) -> int | None:
     """The index of the first variant whose input shapes match all arrays in `given`; None if no variant fits.
 
     Each variant is given by its input ports. `given` may lack inputs. Names, types and values without a shape are not checked.
@@ -105,7 +105,7 @@ def which_fits(variants: Sequence[Sequence[Port]], given: Mapping[str, Any]) -> 
     Raises:
         ValueError: no variant fits; the message lists them.
     """
-    index = 0 if len(variants) == 1 else fitting(variants, given)
+    index = 0 if len(variants) == 1 else find_variant(variants, given)
     if index is None:
         shapes = {port.name: given[port.name].shape for port in variants[0] if hasattr(given.get(port.name), "shape")}
         raise ValueError(f"the inputs are {shapes_text(shapes)}; the bundle was compiled for: {list_text(variants)}")

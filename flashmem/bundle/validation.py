@@ -54,7 +54,8 @@ def check_program(program: Program) -> None:
 
 def check_variants(programs: Sequence[Program]) -> None:
     """Raise BundleError unless these validated programs are one model for different shapes with one weight file."""
-    first, slices = programs[0], dict[str, Slice]()
+    first = programs[0]
+    slices = dict[str, Slice]()
     seen = set[tuple[tuple[int, ...], ...]]()
     for program in programs:
         for mine, others in ((program.inputs, first.inputs), (program.outputs, first.outputs)):
@@ -252,7 +253,8 @@ def _check_steady(program: Program) -> None:
 
 
 def _sizes_fit(launch: Launch) -> bool:
-    size, group = launch.global_size, launch.local_size
+    size = launch.global_size
+    group = launch.local_size
     if not 1 <= len(size) <= 3 or min(size) < 1 or max(size) >= 2**31:
         return False
     return group is None or (
@@ -267,7 +269,8 @@ def _check_host_embeddings(program: Program) -> None:
     for lookup in program.host_embeddings:
         name = f"the table read by {lookup.indices!r}"
         _require(lookup.indices in inputs and lookup.tensor in tensors, f"{name} has no input or no tensor")
-        port, tensor = inputs[lookup.indices], tensors[lookup.tensor]
+        port = inputs[lookup.indices]
+        tensor = tensors[lookup.tensor]
         _require(np.dtype(port.dtype).kind in "iu", f"{name} is not indexed by integers")
         _require(min(lookup.rows, lookup.columns, lookup.panel) > 0, f"{name} is empty")
         _require(table_end(lookup) <= program.weights_bytes, f"{name} is outside the weight file")

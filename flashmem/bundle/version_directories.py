@@ -33,7 +33,8 @@ from flashmem.base.files import read_regular
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 64 << 20
 """The largest size of a manifest."""
-_TRIES, _TRY_SECONDS = 50, 0.01
+_TRIES = 50
+_TRY_SECONDS = 0.01
 _VERSION_NAME = re.compile(r"[0-9a-f]{16}")
 _DRAFT = re.compile(r"\..+-[0-9a-f]{16}")
 _FLAT = ("program.json", "plan.json", "kernels.cl", "kernels_lane.cl", "weights.bin")

@@ -143,7 +143,8 @@ class BundleWriter:
         with self._cleaned_up():
             contents: dict[str, bytes] = {}
             for index, variant in enumerate(variants):
-                program, source = variant.program, variant.source
+                program = variant.program
+                source = variant.source
                 if program.weights_bytes != self._size:
                     raise BundleError(f"the program is for {program.weights_bytes} bytes of weights, {self._size} were written")
                 # The checks of Bundle.open, so that no bundle is written that cannot be opened.

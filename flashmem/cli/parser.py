@@ -30,7 +30,7 @@ def parse(name: str, description: type[Asked], words: Sequence[str]) -> Asked:
         UserError: an unknown option, a missing one, or a value that an option refuses.
     """
     parser = parser_of(name, description)
-    given, rest = parser.parse_known_intermixed_args([*_joined(description, words)])
+    given, rest = parser.parse_known_intermixed_args([*_join_options(description, words)])
     if rest:
         raise UserError(_surplus(name, description, rest[0]))
     values = vars(given).items()
@@ -107,7 +107,7 @@ def text_of(field: Option) -> str:
     return f"{field.help} (default: {shown})" if shown else str(field.help)
 
 
-def _joined(description: type[OptionSet], words: Sequence[str]) -> Iterator[str]:
+def _join_options(description: type[OptionSet], words: Sequence[str]) -> Iterator[str]:
     """`words` with each option and its value in one, so that a value may begin with a dash."""
     takes = {flag for field in description.options.values() if not isinstance(field.kind, Flag) for flag in field.flags}
     left = iter(words)

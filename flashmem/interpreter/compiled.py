@@ -47,14 +47,14 @@ from flashmem.interpreter.values import (
     bitwise,
     chosen,
     common,
-    compared,
-    converted,
+    compare,
+    convert,
     is_float,
     known,
     number,
     of_width,
-    promoted,
-    reinterpreted,
+    promote,
+    reinterpret,
     truth,
 )
 
@@ -130,14 +130,18 @@ class TextCompiler:
         if function.name in self._active:
             raise UnknownTextError("a function that calls itself")
         self._active.append(function.name)
-        scopes, self._scopes = self._scopes, [self._scopes[0], {}]
-        loops, self._loops = self._loops, []
+        scopes = self._scopes
+        self._scopes = [self._scopes[0], {}]
+        loops = self._loops
+        self._loops = []
         parameters = [(self._name(each.name, each.type), each.type) for each in function.parameters]
-        result, gone = self._new_slot(), self._new_slot()
+        result = self._new_slot()
+        gone = self._new_slot()
         self._returned += [result, gone]
         body = self._statement(function.body)
         del self._returned[-2:]
-        self._scopes, self._loops = scopes, loops
+        self._scopes = scopes
+        self._loops = loops
         self._active.pop()
 
         def run(m: LaunchState) -> None:
@@ -190,7 +194,8 @@ class TextCompiler:
         if node.space == "local":
             raise UnknownTextError("a local variable that is no array")
         value = None if node.value is None else self._expression(node.value)
-        slot, type_ = self._name(node.name, node.type), node.type
+        slot = self._name(node.name, node.type)
+        type_ = node.type
 
         if value is None:
             zero = None if type_.is_pointer else of_width(number(0, "int"), type_)
@@ -210,7 +215,8 @@ class TextCompiler:
         count = math.prod(sizes) or len(node.values)
         if node.type.is_pointer:
             return self._pointer_array(node, count)
-        slot, type_ = self._name(node.name, Type(node.type.name, node.type.width, node.space)), node.type
+        slot = self._name(node.name, Type(node.type.name, node.type.width, node.space))
+        type_ = node.type
         rows = tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes) - 1))
         itemsize = DTYPES[type_.name].itemsize * type_.width
         nbytes = -(-count * itemsize // 16) * 16
@@ -233,7 +239,8 @@ class TextCompiler:
     def _pointer_array(self, node: Declare, count: int) -> Execute:
         if len(node.sizes) > 1 or node.values:
             raise UnknownTextError("an array of pointers that is written with its values, or has rows")
-        slot, _ = self._name(node.name, node.type), [self._new_slot() for _ in range(count)]
+        slot = self._name(node.name, node.type)
+        _ = [self._new_slot() for _ in range(count)]
         pointers = PointerArray(node.name, slot + 1, count, node.type)
 
         def declare(m: LaunchState) -> None:
@@ -243,7 +250,8 @@ class TextCompiler:
 
     def _if(self, node: If) -> Execute:
         condition = self._expression(node.condition)
-        yes, no = self._scoped(node.yes), None if node.no is None else self._scoped(node.no)
+        yes = self._in_scope(node.yes)
+        no = None if node.no is None else self._in_scope(node.no)
 
         def run(m: LaunchState) -> None:
             found: Number = condition(m)
@@ -268,7 +276,7 @@ class TextCompiler:
 
         return run
 
-    def _scoped(self, node: SyntaxNode) -> Execute:
+    def _in_scope(self, node: SyntaxNode) -> Execute:
         self._scopes.append({})
         made = self._statement(node)
         self._scopes.pop()
@@ -279,9 +287,10 @@ class TextCompiler:
         begin = None if node.begin is None else self._statement(node.begin)
         condition = None if node.condition is None else self._expression(node.condition)
         step = None if node.step is None else self._expression(node.step)
-        left, skipped = self._new_slot(), self._new_slot()
+        left = self._new_slot()
+        skipped = self._new_slot()
         self._loops.append((left, skipped))
-        body = self._scoped(node.body)
+        body = self._in_scope(node.body)
         self._loops.pop()
         self._scopes.pop()
         first = not node.after
@@ -373,21 +382,22 @@ class TextCompiler:
             return self._pointer_to(node.operand)
         operand = self._expression(node.operand)
         if node.sign == "*":
-            return lambda m: _loaded(m, operand(m))
+            return lambda m: _load(m, operand(m))
         if node.sign == "-":
             return lambda m: _negative(operand(m))
         if node.sign == "+":
             return operand
         if node.sign == "!":
-            return lambda m: compared("==", operand(m), number(0, "int"))
-        return lambda m: _inverted(operand(m))
+            return lambda m: compare("==", operand(m), number(0, "int"))
+        return lambda m: _invert(operand(m))
 
     def _pointer_to(self, node: SyntaxNode) -> Evaluate:
         """The address of an element."""
         if isinstance(node, Unary) and node.sign == "*":
             return self._expression(node.operand)
         if isinstance(node, Index):
-            base, index = self._expression(node.base), self._expression(node.index)
+            base = self._expression(node.base)
+            index = self._expression(node.index)
             return lambda m: base(m).moved(index(m))
         raise UnknownTextError("the address of something that is no element")
 
@@ -396,7 +406,7 @@ class TextCompiler:
 
         def step(m: LaunchState) -> Value:
             old = get(m)
-            new = _moved(node.sign, old, number(1, "int"))
+            new = _move(node.sign, old, number(1, "int"))
             put(m, new)
             return new if node.first else old
 
@@ -405,9 +415,11 @@ class TextCompiler:
     def _binary(self, node: Binary) -> Evaluate:
         if node.sign in ("&&", "||"):
             return self._logical(node)
-        left, right, sign = self._expression(node.left), self._expression(node.right), node.sign
+        left = self._expression(node.left)
+        right = self._expression(node.right)
+        sign = node.sign
         if sign in _COMPARISONS:
-            return lambda m: compared(sign, left(m), right(m))
+            return lambda m: compare(sign, left(m), right(m))
         if sign not in _NUMERIC:
             return lambda m: bitwise(sign, left(m), right(m))
         if sign in "+-":
@@ -417,7 +429,8 @@ class TextCompiler:
         return lambda m: arithmetic(sign, left(m), right(m))
 
     def _logical(self, node: Binary) -> Evaluate:
-        left, right = self._expression(node.left), self._expression(node.right)
+        left = self._expression(node.left)
+        right = self._expression(node.right)
         both = node.sign == "&&"
 
         def evaluate(m: LaunchState) -> Value:
@@ -439,15 +452,17 @@ class TextCompiler:
 
     def _assign(self, node: Assign) -> Evaluate:
         get, put = self._place(node.target)
-        value, sign = self._expression(node.value), node.sign
-        product, literal = _is_product(node.value), _is_literal(node.value)
+        value = self._expression(node.value)
+        sign = node.sign
+        product = _is_product(node.value)
+        literal = _is_literal(node.value)
 
         def assign(m: LaunchState) -> Value:
             new = value(m)
             if sign:
                 old = get(m)
                 if isinstance(old, Pointer | PointerChoice):
-                    new = _moved(sign, old, new)
+                    new = _move(sign, old, new)
                 elif sign in "+-":
                     new = _sum(sign, old, new, (False, product), literal)
                 else:
@@ -479,7 +494,7 @@ class TextCompiler:
             else:  # an element of an array of pointers
                 m.assign(place.slot, _as_declared(x, place.type))
 
-        return lambda m: _loaded(m, pointer(m)), store
+        return lambda m: _load(m, pointer(m)), store
 
     def _ternary(self, node: Ternary) -> Evaluate:
         condition, yes, no = map(self._expression, (node.condition, node.yes, node.no))
@@ -495,7 +510,8 @@ class TextCompiler:
             others = m.holds(found.v == 0)
             if found.e is not None:  # both are computed where either may be meant
                 doubtful = m.holds(found.e > 0)
-                holds, others = holds | doubtful, others | doubtful
+                holds = holds | doubtful
+                others = others | doubtful
             if not others.any():
                 return yes(m)
             if not holds.any():
@@ -551,14 +567,16 @@ class TextCompiler:
 
     def _index(self, node: Index) -> Evaluate:
         pointer = self._pointer_to(node)
-        return lambda m: _loaded(m, pointer(m))
+        return lambda m: _load(m, pointer(m))
 
     def _member(self, node: Member) -> Evaluate:
-        base, name = self._expression(node.base), node.name
+        base = self._expression(node.base)
+        name = node.name
         return lambda m: _components(base(m), name)
 
     def _cast(self, node: Cast) -> Evaluate:
-        parts, type_ = [self._expression(each) for each in node.parts], node.type
+        parts = [self._expression(each) for each in node.parts]
+        type_ = node.type
         if len(parts) == 1:
             return lambda m: _as_declared(parts[0](m), type_)
         scalar = Type(type_.name)
@@ -566,7 +584,7 @@ class TextCompiler:
         def vector(m: LaunchState) -> Value:
             found = [part(m) for part in parts]
             columns = [of_width(x, scalar if x.v.ndim == 1 else Type(type_.name, x.width)) for x in found]
-            return _joined(columns, type_.width)
+            return _join(columns, type_.width)
 
         return vector
 
@@ -625,9 +643,9 @@ def _is_literal(node: SyntaxNode) -> bool:
 
 def _sum(sign: str, left: Value, right: Value, products: tuple[bool, bool], literal: bool) -> Value:
     if not isinstance(left, Number):
-        return _moved(sign, left, right)
+        return _move(sign, left, right)
     if not isinstance(right, Number):
-        return _moved(sign, right, left)
+        return _move(sign, right, left)
     fused: Array | None = None
     for x, is_product in zip((left, right), products, strict=True):
         if is_product and is_float(x.v):
@@ -636,25 +654,25 @@ def _sum(sign: str, left: Value, right: Value, products: tuple[bool, bool], lite
     return arithmetic(sign, left, right, fused, literal)
 
 
-def _moved(sign: str, old: Value, by: Number) -> Value:
+def _move(sign: str, old: Value, by: Number) -> Value:
     if isinstance(old, Number):
         return arithmetic(sign, old, by)
     if isinstance(old, Reference):
         raise UnknownTextError("a computed address of a variable")
-    return old.moved(by if sign == "+" else _negative(converted(by, DTYPES["long"])))
+    return old.moved(by if sign == "+" else _negative(convert(by, DTYPES["long"])))
 
 
 def _negative(x: Number) -> Number:
-    x = promoted(x)
+    x = promote(x)
     return Number(-x.v, x.e)
 
 
-def _inverted(x: Number) -> Number:
-    x = promoted(x)
+def _invert(x: Number) -> Number:
+    x = promote(x)
     return Number(~x.v, None if x.e is None else known(np.where(x.e > 0, np.inf, 0.0)))
 
 
-def _loaded(m: LaunchState, pointer: Any, width: int = 0) -> Any:
+def _load(m: LaunchState, pointer: Any, width: int = 0) -> Any:
     if isinstance(pointer, Pointer) and pointer.in_row:  # a row of an array of arrays
         return pointer
     if isinstance(pointer, Reference):
@@ -663,7 +681,7 @@ def _loaded(m: LaunchState, pointer: Any, width: int = 0) -> Any:
             return found
         wanted = width or pointer.type.width
         dtype = DTYPES[pointer.type.name]
-        return found if found.v.dtype == dtype and found.width == wanted else reinterpreted(found, dtype, wanted)
+        return found if found.v.dtype == dtype and found.width == wanted else reinterpret(found, dtype, wanted)
     return pointer.load(m.mask, m.items, width)
 
 
@@ -675,7 +693,7 @@ def _as_declared(x: Value, type_: Type) -> Value:
     return x
 
 
-def _joined(columns: list[Number], width: int) -> Number:
+def _join(columns: list[Number], width: int) -> Number:
     """A vector of scalars and vectors."""
     rows = max(x.v.shape[0] for x in columns)
     wide = [x.v[:, None] if x.v.ndim == 1 else x.v for x in columns]
@@ -713,7 +731,7 @@ def _components(x: Number, name: str) -> Number:
 
 def _with_components(old: Number, name: str, x: Number) -> Number:
     places = _places(name, old.width)
-    x = converted(x, old.v.dtype)
+    x = convert(x, old.v.dtype)
     rows = max(old.v.shape[0], x.v.shape[0])
     v = np.array(np.broadcast_to(old.v, (rows, old.width)))
     v[:, places] = x.v if x.v.ndim == 2 else x.v[:, None]
@@ -726,19 +744,21 @@ def _with_components(old: Number, name: str, x: Number) -> Number:
 
 def _vector_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
     """vloadN, vstoreN, and those of halves."""
-    width, half = int(match[3] or 1), bool(match[2])
+    width = int(match[3] or 1)
+    half = bool(match[2])
 
     def place(m: LaunchState, offset: Evaluate, pointer: Evaluate) -> Any:
-        at, base = offset(m), pointer(m)
+        at = offset(m)
+        base = pointer(m)
         if isinstance(base, Reference):
             return base
-        return base.moved(arithmetic("*", promoted(at), number(width, "int")))
+        return base.moved(arithmetic("*", promote(at), number(width, "int")))
 
     if match[1] == "load":
 
         def load(m: LaunchState) -> Value:
-            found = _loaded(m, place(m, *arguments), width)
-            return converted(found, DTYPES["float"]) if half else found
+            found = _load(m, place(m, *arguments), width)
+            return convert(found, DTYPES["float"]) if half else found
 
         return load
 
@@ -766,7 +786,7 @@ def _image_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
             image: Image = arguments[0](m)
             at: Number = arguments[-1](m)
             x, y = coordinates(at)
-            found = converted(image.load(x, y), kind)
+            found = convert(image.load(x, y), kind)
             return (
                 found
                 if at.e is None
@@ -779,7 +799,7 @@ def _image_access(match: re.Match[str], arguments: list[Evaluate]) -> Evaluate:
         image: Image = arguments[0](m)
         x, y = coordinates(arguments[1](m))
         texel: Number = arguments[2](m)
-        image.store(x, y, converted(texel, image.texels.dtype), m.mask, m.items)
+        image.store(x, y, convert(texel, image.texels.dtype), m.mask, m.items)
         return texel
 
     return write

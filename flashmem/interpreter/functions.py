@@ -15,18 +15,18 @@ from flashmem.interpreter.values import (
     ROUNDS,
     Array,
     Number,
-    added,
+    add_errors,
     arithmetic,
     broadcast,
     chosen,
     common,
-    converted,
+    convert,
     is_float,
     known,
-    promoted,
-    reinterpreted,
+    promote,
+    reinterpret,
     rounded_apart,
-    settled,
+    settle,
     unit,
 )
 
@@ -42,15 +42,16 @@ def function(name: str) -> Function | None:
     match = _NAMED.fullmatch(name)
     if match is None or match[2] not in DTYPES:
         return None
-    dtype, width = DTYPES[match[2]], int(match[3] or 1)
+    dtype = DTYPES[match[2]]
+    width = int(match[3] or 1)
     if match[1] == "as":
-        return lambda x: reinterpreted(x, dtype, width)
+        return lambda x: reinterpret(x, dtype, width)
     rounding = match[4]
-    return lambda x: converted(x, dtype, rounding)
+    return lambda x: convert(x, dtype, rounding)
 
 
 def _float(x: Number) -> Number:
-    return x if is_float(x.v) else converted(x, DTYPES["float"])
+    return x if is_float(x.v) else convert(x, DTYPES["float"])
 
 
 def _monotone(f: Callable[[Array], Array], ulps: float, *, exact: bool = False) -> Function:
@@ -64,13 +65,13 @@ def _monotone(f: Callable[[Array], Array], ulps: float, *, exact: bool = False) 
         e: Array | None = 2 * ulps * unit(v) * np.abs(at) if ulps else None
         if x.e is not None:
             ends = [np.abs(f(wide + sign * x.e) - f(wide)) for sign in (-1, 1)]
-            e = added(e, np.nan_to_num(np.maximum(*ends), nan=np.inf, posinf=np.inf))
-        return Number(v, settled(v, known(e), x))
+            e = add_errors(e, np.nan_to_num(np.maximum(*ends), nan=np.inf, posinf=np.inf))
+        return Number(v, settle(v, known(e), x))
 
     return apply
 
 
-def _bounded(f: Callable[[Array], Array], ulps: float) -> Function:
+def _bounded_by_argument(f: Callable[[Array], Array], ulps: float) -> Function:
     """sin and cos: they change at most as much as their argument, and are at most 1."""
 
     def apply(x: Number) -> Number:
@@ -90,8 +91,9 @@ def _tangent(x: Number) -> Number:
 
 
 def _power(x: Number, y: Number) -> Number:
-    x, y = common(_float(x), _float(y) if is_float(y.v) else converted(y, x.v.dtype))
-    base, exponent = x.v.astype(np.float64), y.v.astype(np.float64)
+    x, y = common(_float(x), _float(y) if is_float(y.v) else convert(y, x.v.dtype))
+    base = x.v.astype(np.float64)
+    exponent = y.v.astype(np.float64)
     v = np.power(base, exponent).astype(x.v.dtype)
     size = np.abs(v.astype(np.float64))
     e = 32 * unit(v) * size
@@ -115,14 +117,14 @@ def _multiply_add(x: Number, y: Number, z: Number) -> Number:
     if z.v.size == 1 and abs(z.v.item()) == ROUNDS:
         once = unit(v) * np.abs(product)
         carried = arithmetic("*", x, y).e if x.e is not None or y.e is not None else None
-        return Number(v, settled(v, rounded_apart(v, product + z.v, once if carried is None else once + carried), x, y, z))
+        return Number(v, settle(v, rounded_apart(v, product + z.v, once if carried is None else once + carried), x, y, z))
     bound = np.abs(product) + np.abs(v)
     bound *= unit(v)
     if x.e is not None or y.e is not None:
         bound = bound + arithmetic("*", x, y).e
     if z.e is not None:
         bound = bound + z.e
-    return Number(v, settled(v, bound, x, y, z))
+    return Number(v, settle(v, bound, x, y, z))
 
 
 def _exact_multiply_add(x: Number, y: Number, z: Number) -> Number:
@@ -131,7 +133,7 @@ def _exact_multiply_add(x: Number, y: Number, z: Number) -> Number:
     errors = [each.e for each in (x, y, z)]
     if all(e is None for e in errors):
         twice = 2.0**-28 * unit(made.v) * np.abs(made.v.astype(np.float64))  # NumPy has no fma: this one is rounded twice
-        return Number(made.v, settled(made.v, twice))
+        return Number(made.v, settle(made.v, twice))
     return made
 
 
@@ -177,7 +179,7 @@ def _test(f: Callable[[Array], Array]) -> Function:
     return apply
 
 
-def _joined(x: Number, join: Any) -> Number:
+def _reduce_elements(x: Number, join: Any) -> Number:
     """any() and all(): of the highest bits of a vector's elements."""
     if x.v.ndim == 1:
         return Number((x.v < 0).astype(np.int32), x.e)
@@ -186,17 +188,17 @@ def _joined(x: Number, join: Any) -> Number:
 
 
 def _any(x: Number) -> Number:
-    return _joined(x, np.any)
+    return _reduce_elements(x, np.any)
 
 
 def _all(x: Number) -> Number:
-    return _joined(x, np.all)
+    return _reduce_elements(x, np.all)
 
 
 def _remainder(x: Number, y: Number) -> Number:
     x, y = common(x, y)
     v = np.fmod(x.v, y.v)
-    total = added(x.e, y.e)
+    total = add_errors(x.e, y.e)
     if total is None:
         return Number(v)
     inside = (np.abs(v) > total) & (np.abs(v) + total < np.abs(y.v)) & (x.e is not None) & (y.e is None)
@@ -229,7 +231,7 @@ def _copysign(x: Number, y: Number) -> Number:
     x, y = common(x, y)
     e = x.e
     if y.e is not None:
-        e = added(e, np.where((np.abs(y.v) <= y.e) & (y.e > 0), 2 * np.abs(x.v).astype(np.float64), 0.0))
+        e = add_errors(e, np.where((np.abs(y.v) <= y.e) & (y.e > 0), 2 * np.abs(x.v).astype(np.float64), 0.0))
     return Number(np.copysign(x.v, y.v), known(e))
 
 
@@ -245,16 +247,16 @@ def _high_product(x: Number, y: Number) -> Number:
 def _absolute(x: Number) -> Number:
     if is_float(x.v):
         return Number(np.abs(x.v), x.e)
-    x = promoted(x)
+    x = promote(x)
     return Number(np.abs(x.v).astype(x.v.dtype.name.replace("int", "uint").replace("uuint", "uint")), x.e)
 
 
-def _saturated(sign: str) -> Function:
+def _saturate(sign: str) -> Function:
     def apply(x: Number, y: Number) -> Number:
         x, y = common(x, y) if x.v.dtype != y.v.dtype else (x, y)
         limits = np.iinfo(x.v.dtype)
         wide = x.v.astype(np.int64) + y.v if sign == "+" else x.v.astype(np.int64) - y.v
-        return Number(np.clip(wide, limits.min, limits.max).astype(x.v.dtype), added(x.e, y.e))
+        return Number(np.clip(wide, limits.min, limits.max).astype(x.v.dtype), add_errors(x.e, y.e))
 
     return apply
 
@@ -313,8 +315,8 @@ _FUNCTIONS: Final[dict[str, Function]] = {
     "erf": _monotone(_erf, 16),
     "erfc": _monotone(lambda v: 1.0 - _erf(v), 16),
     "cosh": _even_cosine,
-    "sin": _bounded(np.sin, 4),
-    "cos": _bounded(np.cos, 4),
+    "sin": _bounded_by_argument(np.sin, 4),
+    "cos": _bounded_by_argument(np.cos, 4),
     "tan": _tangent,
     "pow": _power,
     "powr": _power,
@@ -341,7 +343,7 @@ _FUNCTIONS: Final[dict[str, Function]] = {
     "copysign": _copysign,
     "fabs": _absolute,
     "abs": _absolute,
-    "add_sat": _saturated("+"),
-    "sub_sat": _saturated("-"),
+    "add_sat": _saturate("+"),
+    "sub_sat": _saturate("-"),
     "ldexp": _scalbn,
 }

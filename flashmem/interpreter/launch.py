@@ -116,7 +116,7 @@ def _argument(
 
 
 @functools.lru_cache(maxsize=64)
-def interpreted(text: str, name: str, defined: tuple[tuple[str, str], ...] = ()) -> InterpretedKernel:
+def interpret_kernel(text: str, name: str, defined: tuple[tuple[str, str], ...] = ()) -> InterpretedKernel:
     """The kernel `name` of `text`, with these macros defined.
 
     Raises:

@@ -11,7 +11,7 @@ import numpy as np
 from flashmem.interpreter.errors import OutsideError, UnknownTextError
 from flashmem.interpreter.memory import Image, KernelMemory, Pointer, PointerChoice
 from flashmem.interpreter.syntax import Type
-from flashmem.interpreter.values import DTYPES, Array, Number, reinterpreted
+from flashmem.interpreter.values import DTYPES, Array, Number, reinterpret
 
 Value = Any
 
@@ -28,7 +28,8 @@ class LaunchState:
         self, size: Sequence[int], group: Sequence[int], groups: Sequence[tuple[int, ...]], copies: int, slots: int
     ) -> None:
         """`size` and `group` are the launch's, `groups` the work-groups that are executed, by their place in the grid."""
-        self.size, self.group = tuple(size), tuple(group)
+        self.size = tuple(size)
+        self.group = tuple(group)
         dimensions = len(self.size)
         inside = np.array([place[::-1] for place in product(*(range(n) for n in reversed(self.group)))], np.int64)
         self._in_group = len(inside)
@@ -75,7 +76,7 @@ class LaunchState:
         if self.mask is None or old is None:
             self.variables[slot] = new
         elif isinstance(new, Number):
-            self.variables[slot] = merged(self.mask, new, old)
+            self.variables[slot] = merge_masked(self.mask, new, old)
         else:
             rows = Number(self.mask.astype(np.int32))
             self.variables[slot] = choose_pointer(rows, new, old)
@@ -113,7 +114,9 @@ class Reference:
     """The address of a private variable, which is `declared` of a type; what it points to is taken for `type`."""
 
     def __init__(self, slot: int, declared: Type, type_: Type | None = None) -> None:
-        self.slot, self.declared, self.type = slot, declared, type_ or declared
+        self.slot = slot
+        self.declared = declared
+        self.type = type_ or declared
 
     def as_type(self, type_: Type) -> Reference:
         """The same address of another type."""
@@ -121,14 +124,17 @@ class Reference:
 
     def bits(self, x: Number) -> Number:
         """`x`, which is written there, as a value of the variable."""
-        return reinterpreted(x, DTYPES[self.declared.name], self.declared.width)
+        return reinterpret(x, DTYPES[self.declared.name], self.declared.width)
 
 
 class PointerArray:
     """A private array of pointers, each of which is a variable of its own."""
 
     def __init__(self, name: str, first: int, count: int, type_: Type) -> None:
-        self._name, self._first, self._count, self._type = name, first, count, type_
+        self._name = name
+        self._first = first
+        self._count = count
+        self._type = type_
 
     def moved(self, by: Number) -> Reference:
         """The variable of one element.
@@ -149,7 +155,7 @@ def _size(value: Any) -> Number:
     return Number(np.atleast_1d(np.asarray(value)).astype(np.uint64))
 
 
-def merged(mask: Array, new: Number, old: Number) -> Number:
+def merge_masked(mask: Array, new: Number, old: Number) -> Number:
     """`new` where the mask holds, else `old`."""
     rows = mask if new.v.ndim == 1 else mask[:, None]
     v = np.where(rows, new.v, old.v)

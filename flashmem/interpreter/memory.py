@@ -24,7 +24,11 @@ class KernelMemory:
     """
 
     def __init__(self, name: str, data: Array, nbytes: int, base: Array, unit: int, *, watched: bool = False) -> None:
-        self.name, self.data, self.nbytes, self.base, self.unit = name, data, nbytes, base, unit
+        self.name = name
+        self.data = data
+        self.nbytes = nbytes
+        self.base = base
+        self.unit = unit
         self.errors: Array | None = None
         self.watched = watched
         self.written: Array | None = np.zeros(len(data) // unit, bool) if watched else None
@@ -64,11 +68,14 @@ class KernelMemory:
         width = x.width
         places = self._places(offset, type_, mask, width, "writes")
         shape = (items,) if width == 1 else (items, width)
-        places, v = np.broadcast_to(places, shape), np.broadcast_to(x.v, shape)
+        places = np.broadcast_to(places, shape)
+        v = np.broadcast_to(x.v, shape)
         e = None if x.e is None else np.broadcast_to(x.e, shape)
         writers = np.arange(1, items + 1, dtype=np.int32)
         if mask is not None:
-            places, v, writers = places[mask], v[mask], writers[mask]
+            places = places[mask]
+            v = v[mask]
+            writers = writers[mask]
             e = None if e is None else e[mask]
         view = self.view(dtype)
         units = places * dtype.itemsize // self.unit
@@ -194,10 +201,13 @@ class Image:
     def store(self, x: Number, y: Number, texel: Number, mask: Array | None, items: int) -> None:
         """Write a texel of each work-item that takes part."""
         rows, columns, _ = self.texels.shape
-        across, down = np.broadcast_to(x.v, (items,)), np.broadcast_to(y.v, (items,))
+        across = np.broadcast_to(x.v, (items,))
+        down = np.broadcast_to(y.v, (items,))
         v = np.broadcast_to(texel.v, (items, 4))
         if mask is not None:
-            across, down, v = across[mask], down[mask], v[mask]
+            across = across[mask]
+            down = down[mask]
+            v = v[mask]
         if ((across < 0) | (across >= columns) | (down < 0) | (down >= rows)).any():
             raise OutsideError(f"a work-item writes outside of the texture {self.name!r}")
         if texel.e is not None:

@@ -52,22 +52,25 @@ def preprocess(text: str, defined: Mapping[str, str] | None = None) -> list[str]
             if not taken:
                 raise UnknownTextError(f"#{word} without a condition")
             holds = active[-2] and not taken[-1] and (word == "else" or _holds("if", rest, macros))
-            active[-1], taken[-1] = holds, taken[-1] or holds
+            active[-1] = holds
+            taken[-1] = taken[-1] or holds
         elif word == "endif":
             active.pop()
             taken.pop()
         elif active[-1] and word in ("define", "undef"):
-            done += _expanded(waiting, macros)
+            done += _expand(waiting, macros)
             waiting = []
             _define(word, rest, macros)
         elif active[-1] and word != "pragma":
             raise UnknownTextError(f"the directive #{word}")
-    return done + _expanded(waiting, macros)
+    return done + _expand(waiting, macros)
 
 
 def tokens(text: str) -> list[str]:
     """Split `text` into tokens. Raises UnknownTextError."""
-    found, at, end = [], 0, len(text.rstrip())
+    found = []
+    at = 0
+    end = len(text.rstrip())
     while at < end:
         match = _TOKEN.match(text, at)
         if match is None:
@@ -102,13 +105,15 @@ def _holds(word: str, rest: str, macros: Mapping[str, _Macro]) -> bool:
             replaced.append(str(int(name in macros)))
         else:
             replaced.append(token)
-    words = [token if not re.match(r"[A-Za-z_]", token) else "0" for token in _expanded(replaced, macros)]
+    words = [token if not re.match(r"[A-Za-z_]", token) else "0" for token in _expand(replaced, macros)]
     return bool(constant(parse_expression(words)))
 
 
-def _expanded(given: Iterable[str], macros: Mapping[str, _Macro], hidden: frozenset[str] = frozenset()) -> list[str]:
+def _expand(given: Iterable[str], macros: Mapping[str, _Macro], hidden: frozenset[str] = frozenset()) -> list[str]:
     """The tokens with macros replaced, except those in `hidden`, which are being replaced already."""
-    source, done, at = list(given), [], 0
+    source = list(given)
+    done = []
+    at = 0
     while at < len(source):
         token = source[at]
         macro = macros.get(token) if token not in hidden else None
@@ -118,15 +123,16 @@ def _expanded(given: Iterable[str], macros: Mapping[str, _Macro], hidden: frozen
             continue
         inner = hidden | {token}
         if macro.parameters is None:
-            body, behind = list(macro.body), at + 1
+            body = list(macro.body)
+            behind = at + 1
         elif at + 1 < len(source) and source[at + 1] == "(":
             arguments, behind = _arguments(source, at + 2)
-            body = _substituted(token, macro, arguments, macros, hidden)
+            body = _substitute(token, macro, arguments, macros, hidden)
         else:
             done.append(token)
             at += 1
             continue
-        pasted = _expanded(_pasted(body), macros, inner)
+        pasted = _expand(_paste(body), macros, inner)
         # The name of a macro with parameters may come from a replacement, and its arguments from the text behind.
         if pasted and pasted[-1] not in inner and (last := macros.get(pasted[-1])) and last.parameters is not None:
             source[at:behind] = pasted
@@ -155,14 +161,14 @@ def _arguments(source: list[str], at: int) -> tuple[list[list[str]], int]:
     raise UnknownTextError("the arguments of a macro do not end")
 
 
-def _substituted(
+def _substitute(
     name: str, macro: _Macro, arguments: list[list[str]], macros: Mapping[str, _Macro], hidden: frozenset[str]
 ) -> list[str]:
     parameters = macro.parameters or ()
     if len(arguments) != len(parameters) and not (arguments == [[]] and not parameters):
         raise UnknownTextError(f"{len(arguments)} arguments for the macro {name}")
     by_name = dict(zip(parameters, arguments, strict=False))
-    whole = {parameter: _expanded(argument, macros, hidden) for parameter, argument in by_name.items()}
+    whole = {parameter: _expand(argument, macros, hidden) for parameter, argument in by_name.items()}
     body: list[str] = []
     for place, token in enumerate(macro.body):
         if token in by_name:
@@ -173,7 +179,7 @@ def _substituted(
     return body
 
 
-def _pasted(body: list[str]) -> list[str]:
+def _paste(body: list[str]) -> list[str]:
     done: list[str] = []
     at = 0
     while at < len(body):

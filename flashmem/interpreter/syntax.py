@@ -338,14 +338,14 @@ class _Parser:
             if self._take(";"):
                 continue
             base, space, constant = self._specifiers()
-            pointed = self._pointed(base, space)
+            pointed = self._read_pointers(base, space)
             name = self._next()
             if self._see("("):
                 function = self._function(pointed, name)
                 if function is not None:
                     found.functions[name] = function
             else:
-                found.constants += self._declared(base, "constant", pointed, name)
+                found.constants += self._read_declarations(base, "constant", pointed, name)
                 self._expect(";")
             del constant
         return found
@@ -355,7 +355,7 @@ class _Parser:
         parameters: list[Parameter] = []
         while not self._take(")"):
             base, space, constant = self._specifiers()
-            kind = self._pointed(base, space)
+            kind = self._read_pointers(base, space)
             if not (base.name == "void" and self._see(")")):
                 parameters.append(Parameter(kind, self._next(), constant))
             self._take(",")
@@ -372,7 +372,9 @@ class _Parser:
 
     def _specifiers(self) -> tuple[Type, str, bool]:
         """A type without stars, its address space, and whether it is const."""
-        kind, space, constant = "", "", False
+        kind = ""
+        space = ""
+        constant = False
         while True:
             token = self._tokens[self._at]
             if token == "__attribute__":
@@ -393,7 +395,7 @@ class _Parser:
         match = _TYPE.fullmatch(kind)
         return (Type(match[1], int(match[2])) if match else Type(kind)), space, constant or space == "constant"
 
-    def _pointed(self, base: Type, space: str) -> Type:
+    def _read_pointers(self, base: Type, space: str) -> Type:
         """`base`, or a pointer to it, with what follows a star."""
         if not self._take("*"):
             return base
@@ -413,7 +415,7 @@ class _Parser:
             if not token:
                 raise UnknownTextError("brackets that do not end")
 
-    def _declared(self, base: Type, space: str, kind: Type, name: str) -> list[Declare]:
+    def _read_declarations(self, base: Type, space: str, kind: Type, name: str) -> list[Declare]:
         """Declared names from `name`, which was read, to the last one."""
         found: list[Declare] = []
         while True:
@@ -425,20 +427,20 @@ class _Parser:
             values: tuple[SyntaxNode, ...] = ()
             if self._take("="):
                 if self._see("{"):
-                    values = self._listed()
+                    values = self._read_list()
                 else:
                     value = self._assignment()
             found.append(Declare(kind, space, name, tuple(sizes), value, values))
             if not self._take(","):
                 return found
-            kind = self._pointed(base, space if space != "constant" else "")
+            kind = self._read_pointers(base, space if space != "constant" else "")
             name = self._next()
 
-    def _listed(self) -> tuple[SyntaxNode, ...]:
+    def _read_list(self) -> tuple[SyntaxNode, ...]:
         self._expect("{")
         values: list[SyntaxNode] = []
         while not self._take("}"):
-            values += self._listed() if self._see("{") else (self._assignment(),)
+            values += self._read_list() if self._see("{") else (self._assignment(),)
             self._take(",")
         return tuple(values)
 
@@ -490,9 +492,9 @@ class _Parser:
         """A declaration or an expression, with its semicolon."""
         if self._begins_declaration():
             base, space, _ = self._specifiers()
-            kind = self._pointed(base, space)
+            kind = self._read_pointers(base, space)
             where = "private" if kind.is_pointer else space or "private"
-            declared = self._declared(base, where, kind, self._next())
+            declared = self._read_declarations(base, where, kind, self._next())
             self._expect(";")
             return Block(tuple(declared), scope=False)
         value = self._expression()
@@ -549,7 +551,7 @@ class _Parser:
         if self._see("(") and (self._is_type(self._tokens[self._at + 1]) or self._tokens[self._at + 1] in (*_SPACES, "const")):
             self._expect("(")
             base, space, _ = self._specifiers()
-            kind = self._pointed(base, space)
+            kind = self._read_pointers(base, space)
             self._expect(")")
             if self._see("(") and kind.width > 1 and not kind.is_pointer:
                 self._expect("(")

@@ -68,7 +68,7 @@ def known(e: Array | None) -> Array | None:
     return e if e is not None and e.any() else None
 
 
-def added(*errors: Array | None) -> Array | None:
+def add_errors(*errors: Array | None) -> Array | None:
     """The sum of error bounds."""
     total: Array | None = None
     for e in errors:
@@ -87,12 +87,13 @@ def unit(v: Array) -> float:
     return _ROUNDING[v.dtype.itemsize]
 
 
-def converted(x: Number, dtype: Any, rounding: str = "") -> Number:
+def convert(x: Number, dtype: Any, rounding: str = "") -> Number:
     """`x` in another type: integers wrap, floats are rounded to even, and cut at the point on the way to integers.
 
     `rounding`: "rte" rounds a float to the next integer, ties to even; "sat" in it limits to the type's range.
     """
-    v, e = x.v, x.e
+    v = x.v
+    e = x.e
     if v.dtype == dtype:
         return x
     if is_float(v) and dtype.kind in "iu":
@@ -136,7 +137,7 @@ def _whole(v: Array, dtype: Any, rounding: str) -> Array:
     return np.where(top, limits.max, np.where(top, 0, inside).astype(dtype))
 
 
-def reinterpreted(x: Number, dtype: Any, width: int) -> Number:
+def reinterpret(x: Number, dtype: Any, width: int) -> Number:
     """The same bits as another type."""
     v = np.ascontiguousarray(x.v)
     rows = v.shape[0]
@@ -163,20 +164,21 @@ def common(a: Number, b: Number) -> tuple[Number, Number]:
     """Two operands in one type and width (ISO C99 6.3.1.8, OpenCL C 6.2.6)."""
     if a.v.ndim != b.v.ndim:
         if a.v.ndim == 1:
-            return broadcast(converted(a, b.v.dtype)), b
-        return a, broadcast(converted(b, a.v.dtype))
+            return broadcast(convert(a, b.v.dtype)), b
+        return a, broadcast(convert(b, a.v.dtype))
     if a.v.dtype == b.v.dtype and (a.v.ndim == 2 or a.v.dtype in _RANK):
         return a, b
     if a.v.ndim == 2:
         raise UnknownTextError("an operator between vectors of different types")
-    a, b = promoted(a), promoted(b)
+    a = promote(a)
+    b = promote(b)
     dtype = a.v.dtype if _RANK[a.v.dtype] >= _RANK[b.v.dtype] else b.v.dtype
-    return converted(a, dtype), converted(b, dtype)
+    return convert(a, dtype), convert(b, dtype)
 
 
-def promoted(x: Number) -> Number:
+def promote(x: Number) -> Number:
     """A scalar narrower than int as int."""
-    return x if x.v.dtype in _RANK or x.v.ndim == 2 else converted(x, INT)
+    return x if x.v.dtype in _RANK or x.v.ndim == 2 else convert(x, INT)
 
 
 def broadcast(x: Number) -> Number:
@@ -186,7 +188,7 @@ def broadcast(x: Number) -> Number:
 
 def of_width(x: Number, type_: Type) -> Number:
     """`x` as a value of a declared type: converted, a scalar repeated for a vector."""
-    made = converted(x, DTYPES[type_.name])
+    made = convert(x, DTYPES[type_.name])
     if type_.name == "bool":
         made = truth(made)
     if type_.width == 1:
@@ -197,10 +199,10 @@ def of_width(x: Number, type_: Type) -> Number:
         return made
     if made.v.shape[1] != 1:
         raise UnknownTextError(f"a vector of {made.v.shape[1]} elements for {type_.width}")
-    return Number(_repeated(made.v, type_.width), None if made.e is None else _repeated(made.e, type_.width))
+    return Number(_repeat(made.v, type_.width), None if made.e is None else _repeat(made.e, type_.width))
 
 
-def _repeated(column: Array, width: int) -> Array:
+def _repeat(column: Array, width: int) -> Array:
     """One column as `width` of them; several times faster than numpy.broadcast_to for a few work-items."""
     made = np.empty((len(column), width), column.dtype)
     made[...] = column
@@ -220,11 +222,11 @@ def _doubtful(a: Array, b: Array, e: Array | None) -> Array | None:
     return near.astype(np.float64) if near.any() else None
 
 
-def compared(sign: str, a: Number, b: Number) -> Number:
+def compare(sign: str, a: Number, b: Number) -> Number:
     """A comparison: 1 for scalars and -1 for vectors where it holds."""
     a, b = common(a, b)
     holds = _COMPARE[sign](a.v, b.v)
-    e = _doubtful(a.v, b.v, added(a.e, b.e))
+    e = _doubtful(a.v, b.v, add_errors(a.e, b.e))
     if holds.ndim == 1:
         return Number(holds.astype(np.int32), e)
     return Number(np.negative(holds.astype(_SIGNED[a.v.dtype.itemsize])), e)
@@ -246,17 +248,17 @@ def arithmetic(sign: str, a: Number, b: Number, fused: Array | None = None, lite
         return _integers(sign, a, b)
     if sign in "+-":
         v = a.v + b.v if sign == "+" else a.v - b.v
-        e = added(a.e, b.e)
+        e = add_errors(a.e, b.e)
         if fused is not None:
-            e = added(e, unit(v) * fused)
+            e = add_errors(e, unit(v) * fused)
         if e is not None and literal:
             e = rounded_apart(v, np.add(a.v, b.v if sign == "+" else -b.v, dtype=np.float64), e)
         elif e is not None:
             e = e + unit(v) * np.abs(v).astype(np.float64)
-        return Number(v, settled(v, e, a, b))
+        return Number(v, settle(v, e, a, b))
     if sign == "*":
         v = a.v * b.v
-        return Number(v, settled(v, _product_error(a, b), a, b))
+        return Number(v, settle(v, _product_error(a, b), a, b))
     if sign == "/":
         return quotient(a, b, 3.0)
     raise UnknownTextError(f"the operator {sign} between floats")
@@ -272,7 +274,7 @@ def _product_error(a: Number, b: Number) -> Array | None:
         parts.append(b.e * np.abs(a.v))
     if a.e is not None and b.e is not None:
         parts.append(a.e * b.e)
-    return no_nan(added(*parts))
+    return no_nan(add_errors(*parts))
 
 
 def no_nan(e: Array | None) -> Array | None:
@@ -293,7 +295,7 @@ def rounded_apart(v: Array, exact: Array, e: Array) -> Array | None:
     return known(np.maximum(*ends))
 
 
-def settled(v: Array, e: Array | None, *operands: Number) -> Array | None:
+def settle(v: Array, e: Array | None, *operands: Number) -> Array | None:
     """An error bound; of results that are infinite or NaN it is zero, if the operands' are finite, as nothing is near them."""
     if e is None or math.isfinite(e.sum()):  # an infinite number has an infinite bound, or NaN
         return e
@@ -313,15 +315,15 @@ def quotient(a: Number, b: Number, ulps: float) -> Number:
         below = np.abs(b.v).astype(np.float64) - (0.0 if b.e is None else b.e)
         carried = ((0.0 if a.e is None else a.e) + size * (0.0 if b.e is None else b.e)) / np.where(below > 0, below, np.nan)
         e = e + np.where(np.isnan(carried), np.inf, carried)
-    return Number(v, settled(v, no_nan(e), a, b))
+    return Number(v, settle(v, no_nan(e), a, b))
 
 
 def _integers(sign: str, a: Number, b: Number) -> Number:
     doubtful = a.e is not None or b.e is not None
     if sign == "+":
-        return Number(a.v + b.v, added(a.e, b.e))
+        return Number(a.v + b.v, add_errors(a.e, b.e))
     if sign == "-":
-        return Number(a.v - b.v, added(a.e, b.e))
+        return Number(a.v - b.v, add_errors(a.e, b.e))
     if sign == "*":
         return Number(a.v * b.v, _product_error(a, b) if doubtful else None)
     if sign not in "/%":
@@ -334,14 +336,14 @@ def _integers(sign: str, a: Number, b: Number) -> Number:
 
 def _unknown(*given: Number) -> Array | None:
     """Infinite where an operand has an error."""
-    total = added(*(x.e for x in given))
+    total = add_errors(*(x.e for x in given))
     return None if total is None else known(np.where(total > 0, np.inf, 0.0))
 
 
 def bitwise(sign: str, a: Number, b: Number) -> Number:
     """a & b, a | b, a ^ b, a << b, a >> b of integers."""
     if sign in ("<<", ">>"):
-        a = promoted(a)
+        a = promote(a)
         if a.v.ndim == 2 and b.v.ndim == 1:
             b = broadcast(b)
         amount = (b.v.astype(np.int64) & (8 * a.v.dtype.itemsize - 1)).astype(a.v.dtype)
@@ -384,6 +386,6 @@ def chosen(condition: Number, yes: Number, no: Number) -> Number:
         doubt = condition.e if condition.e.ndim == v.ndim else condition.e[:, None]
         apart = np.abs(yes.v.astype(np.float64) - no.v.astype(np.float64))
         apart = np.where(np.isnan(apart), np.inf, apart)
-        wide = added(yes.e, no.e)
+        wide = add_errors(yes.e, no.e)
         e = np.where(doubt > 0, apart + (0.0 if wide is None else wide), 0.0 if e is None else e)
     return Number(v, known(e))

@@ -102,7 +102,8 @@ class Baseline:
         if self.strategy == "always-next":
             return {w.name: max(1, w.first_use - 1) for w in instance.weights}
         opens: dict[str, int] = {}
-        before, of_kind = 1, dict[str, int]()
+        before = 1
+        of_kind = dict[str, int]()
         for operator in self.operators:
             first = operator.first if self.waits else before
             if self.strategy == "same-op":
@@ -176,9 +177,9 @@ class Baseline:
         """
         if self.strategy == "resident-first":
             return self._resident_within(instance, budget, measure)
-        return self._stretched(instance, budget, measure, self.least_preload(instance), "")
+        return self._stretch(instance, budget, measure, self.least_preload(instance), "")
 
-    def _stretched(self, instance: Instance, budget: int, measure: Measure, preload: frozenset[str], note: str) -> OverlapPlan:
+    def _stretch(self, instance: Instance, budget: int, measure: Measure, preload: frozenset[str], note: str) -> OverlapPlan:
         """The plan with W = `preload` and the largest M_peak that fits."""
         return largest_within(
             instance,
@@ -198,14 +199,15 @@ class Baseline:
             preload = base | added
             return self._bound(instance, preload) <= budget and measure(self._tight(instance, preload)) <= budget
 
-        plans, filled = [], set[frozenset[str]]()
+        plans = []
+        filled = set[frozenset[str]]()
         for name, order in _ORDERS.items():
             preload = base | _most_that_fit([w.name for w in sorted(rest, key=order)], fits)
             if preload in filled:
                 continue
             filled.add(preload)
             with suppress(BudgetError):
-                plans.append(self._stretched(instance, budget, measure, preload, f"; W filled {name}"))
+                plans.append(self._stretch(instance, budget, measure, preload, f"; W filled {name}"))
         if not plans:
             plans.append(self._leanest_within(instance, budget, measure))
         return min(plans, key=lambda plan: plan.objective)
@@ -228,7 +230,8 @@ class Baseline:
             if self._bound(instance, preload) < needed:
                 smaller = self._tight(instance, preload)
                 if measure(smaller) < needed:
-                    plan, needed = smaller, measure(smaller)
+                    plan = smaller
+                    needed = measure(smaller)
         if needed > budget:
             raise BudgetError(
                 f"budget of {budget} bytes is too small: {needed} bytes are needed, with {plan.preload_ratio:.0%} of the "
@@ -264,7 +267,8 @@ _LEAN_STEPS = 32
 
 def _most_that_fit(names: Sequence[str], fits: Callable[[frozenset[str]], bool]) -> frozenset[str]:
     """The longest prefix of `names` that fits, found by bisection."""
-    low, high = 0, len(names)
+    low = 0
+    high = len(names)
     while low < high:
         middle = (low + high + 1) // 2
         if fits(frozenset(names[:middle])):

@@ -22,7 +22,8 @@ _STEPS = 8
 _FULL = 0.99
 """Stop the search at a plan that uses this part of the budget."""
 
-_GUESSES, _BELOW = 3, 0.995
+_GUESSES = 3
+_BELOW = 0.995
 """How often to guess a smaller M_peak from the bytes of a larger one, and the factor below the proportional guess."""
 
 
@@ -111,7 +112,8 @@ def largest_within(
             break
         plan, needed = attempt(guess)
         if needed <= budget:
-            low, best = guess, plan
+            low = guess
+            best = plan
             if needed >= _FULL * budget:
                 return best
             break
@@ -122,7 +124,8 @@ def largest_within(
         if needed > budget:
             high = middle
             continue
-        low, best = middle, plan
+        low = middle
+        best = plan
         if needed >= _FULL * budget:
             break
     return best

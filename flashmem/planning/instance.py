@@ -37,10 +37,11 @@ def build_instance(
     model = model or default_model(descriptor, program.memory_path)
     mode = mode or descriptor.modes[program.memory_path][0]
     sizes = {s.name: s.nbytes for s in program.slices}
+    reads = [sum(sizes[str(arg.value)] for arg in launch.args if arg.kind == "slice") for launch in program.launches]
+    model.prepare(zip(program.launches, reads, strict=True), mode)
     known: dict[tuple[object, ...], tuple[float, float, tuple[tuple[float, float], ...]]] = {}
     priced = []
-    for launch in program.launches:
-        read = sum(sizes[str(arg.value)] for arg in launch.args if arg.kind == "slice")
+    for launch, read in zip(program.launches, reads, strict=True):
         key = (launch.kernel, launch.operator_class, launch.macs, launch.bytes, launch.global_size, launch.local_size, read)
         if key not in known:
             capacity = load_capacity(model, launch, read, mode)
@@ -66,7 +67,8 @@ def chosen_chunk(capacities: Sequence[float]) -> int:
 
 
 _CHUNKS_CARRIED = 4
-_LEAST_CHUNK, _MOST_CHUNK = 1 << 14, 1 << 20
+_LEAST_CHUNK = 1 << 14
+_MOST_CHUNK = 1 << 20
 
 
 def slowdown_curve(

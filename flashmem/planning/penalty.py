@@ -21,7 +21,8 @@ class Penalties:
 
     def __init__(self, instance: Instance, plan: OverlapPlan, asked: frozenset[str], lambda_: float, mu: float) -> None:
         self._instance = replace(instance, m_peak=plan.m_peak)
-        self._lambda, self._mu = lambda_, mu
+        self._lambda = lambda_
+        self._mu = mu
         self._preload = {w.name for w in plan.weights if w.preload}
         forced = forced_preload(instance, asked)
         # (first layer, last layer) of the window in which a weight without capacity could have been moved, and its chunks

@@ -57,7 +57,8 @@ def plan_instance(
 
     Without `complete`, steps by which programs are not compared are left to `completed`, if the objective has any.
     """
-    problem, objective = Problem(instance, program, mode, limits), objective_of(limits.resolved_objective)
+    problem = Problem(instance, program, mode, limits)
+    objective = objective_of(limits.resolved_objective)
 
     def make(staged: Instance) -> OverlapPlan:
         posed = problem.of(staged)
@@ -66,7 +67,7 @@ def plan_instance(
     instance, plan = with_staging_that_fits(instance, problem.limit, make)
     if complete or objective.completes_at_once:
         return completed(instance, plan, program, mode, limits)
-    return sealed(problem.of(instance), plan)
+    return seal(problem.of(instance), plan)
 
 
 def completed(
@@ -86,10 +87,10 @@ def completed(
     if limits.strategy == "stream":
         objective = objective_of(limits.resolved_objective)
         plan = objective.completed(problem, plan, plan.objective if soonest is None else soonest)
-    return sealed(problem, plan)
+    return seal(problem, plan)
 
 
-def sealed(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
+def seal(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
     """Check `plan` and set its M_peak (the limit that the user gave, or the bytes of its layout). Its bound holds for the given
     limits, even if the plan was made with less memory.
     """

@@ -49,11 +49,11 @@ class Rival:
         return replace(made, strategy="stream", member=self.strategy, notes=(*made.notes, why))
 
 
-def fastest(instance: Instance, operators: Sequence[WeightedOperator], preload: frozenset[str]) -> OverlapPlan:
+def fastest_plan(instance: Instance, operators: Sequence[WeightedOperator], preload: frozenset[str]) -> OverlapPlan:
     """The plan with the earliest first answer inside M_peak."""
     best = first_plan(instance, preload)
     asked = [Baseline(strategy, operators, preload, 0.0) for strategy in IN_FLIGHT]
-    return _soonest(instance, best, [Rival(each.strategy, partial(each.plan, instance)) for each in asked])
+    return _earliest_plan(instance, best, [Rival(each.strategy, partial(each.plan, instance)) for each in asked])
 
 
 def fastest_within(
@@ -81,7 +81,7 @@ def fastest_within(
         best, inside = plan_within(instance, budget, measure, preload=preload)
     except BudgetError as refused:
         return _of_those_that_fit(rivals, refused)
-    return _soonest(inside, best, rivals)
+    return _earliest_plan(inside, best, rivals)
 
 
 def _of_those_that_fit(rivals: Iterable[Rival], refused: BudgetError) -> OverlapPlan:
@@ -97,7 +97,7 @@ def _of_those_that_fit(rivals: Iterable[Rival], refused: BudgetError) -> Overlap
     return min(plans, key=lambda plan: plan.objective)
 
 
-def _soonest(instance: Instance, best: OverlapPlan, rivals: Iterable[Rival]) -> OverlapPlan:
+def _earliest_plan(instance: Instance, best: OverlapPlan, rivals: Iterable[Rival]) -> OverlapPlan:
     if best.objective <= unlimited_seconds(instance, {w.name for w in best.weights if w.preload}) * (1 + _TIE):
         return best  # the plan's memory has no cost
     for rival in rivals:
@@ -117,7 +117,10 @@ def soonest_plan(problem: Problem) -> OverlapPlan:
         BudgetError: no plan fits.
         UserError: an unknown name to preload.
     """
-    plan, lambda_, limit, measure = _fastest_plan(problem), problem.limits.resolved_lambda, problem.limit, problem.measure
+    plan = _fastest_plan(problem)
+    lambda_ = problem.limits.resolved_lambda
+    limit = problem.limit
+    measure = problem.measure
     if not lambda_:
         return plan
     return leaner(problem.instance, plan, lambda_, lambda each: limit is None or measure(each) <= limit, problem.roomiest)
@@ -125,10 +128,13 @@ def soonest_plan(problem: Problem) -> OverlapPlan:
 
 def _fastest_plan(problem: Problem) -> OverlapPlan:
     """The plan with the earliest first answer. If only M_peak is limited, slices too large for it are in W."""
-    instance, preload, limit, measure = problem.instance, problem.asked, problem.limit, problem.measure
+    instance = problem.instance
+    preload = problem.asked
+    limit = problem.limit
+    measure = problem.measure
     operators = operators_of(problem.program)
     if limit is None:
-        return fastest(instance, operators, preload)
+        return fastest_plan(instance, operators, preload)
     if problem.limits.m_peak is None:
         return fastest_within(instance, operators, limit, measure, preload, fixed=problem.fixed)
     refused: BudgetError | None = None
@@ -173,7 +179,8 @@ def strategy_plan(problem: Problem) -> OverlapPlan:
         BudgetError: no plan fits.
         UserError: resident-first without a budget, or an unknown name to preload.
     """
-    limits, operators = problem.limits, operators_of(problem.program)
+    limits = problem.limits
+    operators = operators_of(problem.program)
     baseline = Baseline(limits.strategy, operators, problem.asked, limits.resolved_lambda, problem.fixed)
     if limits.budget is not None:
         return baseline.within(problem.instance, limits.budget, problem.in_all)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.measure import session_measure
 from flashmem.planning.budget import plan_within, with_staging_that_fits
-from flashmem.planning.latency.first_answer import first_plan, judged, smallest_m_peak
-from flashmem.planning.latency.later_runs import ladder, leanest, serving_later_runs, with_kept
+from flashmem.planning.latency.first_answer import first_plan, judge_first_answer, smallest_m_peak
+from flashmem.planning.latency.later_runs import ladder, serving_later_runs, smallest_flight, with_kept
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.pose import staged_least, staged_within
 from flashmem.planning.problem import roomiest
@@ -37,7 +37,7 @@ def plan_again(
         BudgetError: no plan fits; the error names the smallest budget that works.
     """
     if budget is None:
-        return _sealed(program, instance, mode, first_plan(instance, preload, quick=True), None)
+        return _seal(program, instance, mode, first_plan(instance, preload, quick=True), None)
     measure = session_measure(program, mode)
 
     def within(staged: Instance) -> OverlapPlan:
@@ -51,14 +51,14 @@ def plan_again(
 
     if keep and instance.own is not None:
         rooms = [plan, *(ladder(instance, plan, least, make) if plan.m_peak > least else ())]
-        return _sealed(program, instance, mode, serving_later_runs(instance, rooms, budget, measure, plan.objective), budget)
+        return _seal(program, instance, mode, serving_later_runs(instance, rooms, budget, measure, plan.objective), budget)
     if plan.m_peak > least:
-        lean = leanest(plan, least, make, lambda each: each.objective, near=budget // _NEAR)
+        lean = smallest_flight(plan, least, make, lambda each: each.objective, near=budget // _NEAR)
         if measure(lean) <= budget:
             plan = lean
     if keep:
         plan = with_kept(instance, plan, budget, measure)
-    return _sealed(program, instance, mode, plan, budget)
+    return _seal(program, instance, mode, plan, budget)
 
 
 def smallest_budget(program: Program, instance: Instance, mode: TransferMode, preload: Collection[str]) -> int:
@@ -68,9 +68,9 @@ def smallest_budget(program: Program, instance: Instance, mode: TransferMode, pr
     return session_measure(program, mode)(first_plan(instance, preload, quick=True))
 
 
-def _sealed(program: Program, instance: Instance, mode: TransferMode, plan: OverlapPlan, budget: int | None) -> OverlapPlan:
+def _seal(program: Program, instance: Instance, mode: TransferMode, plan: OverlapPlan, budget: int | None) -> OverlapPlan:
     fixed = fixed_bytes(program, shares_memory=instance.shares_memory)
-    plan = judged(roomiest(instance, plan, None if budget is None else budget - fixed), plan)
+    plan = judge_first_answer(roomiest(instance, plan, None if budget is None else budget - fixed), plan)
     layouts = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)
     plan = replace(
         plan, layouts=dict(layouts), m_peak=max(plan.m_peak, layouts[mode].in_flight_bytes(shares_memory=plan.shares_memory))

@@ -16,9 +16,9 @@ from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.measure import Measure
 from flashmem.planning.budget import plan_within
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
-from flashmem.planning.latency.later_runs import OWN_WORTH, by_cache_and_disk, keeping, ladder, read_early, with_kept
+from flashmem.planning.latency.later_runs import OWN_WORTH, by_cache_and_disk, keep_weights, ladder, read_early, with_kept
 from flashmem.planning.objectives.registry import objective_of
-from flashmem.planning.planner import planning_instance, sealed
+from flashmem.planning.planner import planning_instance, seal
 from flashmem.planning.problem import Problem
 from flashmem.program.program import Program
 from flashmem.request.limits import Limits
@@ -86,7 +86,8 @@ def _later(instance: Instance, plan: OverlapPlan) -> float:
 
 def _rooms(variant: VariantProblem, budget: int) -> list[OverlapPlan]:
     """Plans of a variant for the first answer with nothing kept, in several M_peak. Raises BudgetError: no plan fits."""
-    instance, asked = variant.instance, variant.plan.asked
+    instance = variant.instance
+    asked = variant.plan.asked
     chosen = forced_preload(instance, asked)
     roomiest, _ = plan_within(instance, budget, variant.measure, preload=chosen, quick=True)
 
@@ -119,7 +120,7 @@ def _with_common(
 
 
 def _keeping_all(plan: OverlapPlan, names: Collection[str]) -> OverlapPlan:
-    return keeping(plan, {w.name for w in plan.weights if w.name in names and not w.preload})
+    return keep_weights(plan, {w.name for w in plan.weights if w.name in names and not w.preload})
 
 
 def planned_together(
@@ -130,13 +131,15 @@ def planned_together(
     Their own plans otherwise, and for first answers where memory is shared.
     `variants`: each program, and the plan that it has alone.
     """
-    objective, plans = objective_of(limits.resolved_objective), [plan for _, plan in variants]
+    objective = objective_of(limits.resolved_objective)
+    plans = [plan for _, plan in variants]
     answers_first = objective.kind.value == "first run"
     if limits.budget is None or limits.strategy != "stream" or not objective.serves_later_runs:
         return plans
     if descriptor.shares_memory and answers_first:
         return plans
-    threads, piece = min(plan.loader_threads for plan in plans), min(plan.piece_bytes for plan in plans)
+    threads = min(plan.loader_threads for plan in plans)
+    piece = min(plan.piece_bytes for plan in plans)
     problems = []
     for program, plan in variants:
         instance = planning_instance(program, descriptor, mode, limits.replace(chunk=plan.chunk_bytes))
@@ -149,5 +152,5 @@ def planned_together(
     for problem, own, plan in zip(problems, plans, made, strict=True):
         judged = objective.judged(problem, plan)
         noted = replace(judged, notes=(*judged.notes, *(note for note in own.notes if note not in judged.notes)))
-        checked.append(sealed(problem, noted))
+        checked.append(seal(problem, noted))
     return checked

@@ -35,13 +35,15 @@ def in_flight_bytes(plan: OverlapPlan, *, ahead: bool = True) -> list[int]:
         if w.preload:
             continue
         release = w.read_layer if ahead else w.first_mover
-        home, last = release, w.last_use
+        home = release
+        last = w.last_use
         if plan.transfer.by_kernels:
             home = w.first_mover
             change[release] += w.nbytes
             change[w.last_mover + 1] -= w.nbytes
         if w.keep:
-            home, last = 1, layers
+            home = 1
+            last = layers
         change[home] += w.nbytes
         change[last + 1] -= w.nbytes
     return list(accumulate(change))[1:-1]
@@ -92,7 +94,8 @@ class _Judge:
         start = bisect_right(self.left, free - w.chunks, 0, w.first_use)  # the latest start with T(w) free chunks
         waits = w.first_use - start
         a_chunk, a_layer = self.plan.prices
-        stream, preload = a_layer * waits, a_chunk * w.chunks
+        stream = a_layer * waits
+        preload = a_chunk * w.chunks
         if stream >= preload * (1 - 1e-9):
             relation = ">" if stream > preload * (1 + 1e-9) else "="
             price = f"(1-λ)·{waits} = {stream:.4g} {relation} λ·{w.chunks} = {preload:.4g}"

@@ -103,7 +103,8 @@ def joined_texts(texts: Iterable[str]) -> str:
 
 
 _COMMENT = re.compile(r"/(?:/[^\n]*|\*.*?\*/)", re.DOTALL)
-_END, _END_OF_CODE = "\n\0/**/", "\n\0 "
+_END = "\n\0/**/"
+_END_OF_CODE = "\n\0 "
 _KERNEL = re.compile(r"__kernel\b")
 _WORD = re.compile(r"\w*")
 _BODY = re.compile(r"[;{]")

@@ -59,7 +59,8 @@ class Program:
         found = {part.name: part for part in self.slices}
         for joined in self.joined:
             parts = [found[name] for name in joined.parts]
-            nbytes, raw = sum(part.nbytes for part in parts), sum(part.raw for part in parts)
+            nbytes = sum(part.nbytes for part in parts)
+            raw = sum(part.raw for part in parts)
             found[joined.name] = Slice(joined.name, parts[0].weight, parts[0].offset, nbytes, raw=raw)
         return found
 
@@ -87,7 +88,8 @@ class Program:
             return made[id(row)]
 
         def launch(row: dict[str, Any]) -> dict[str, Any]:
-            args, shape = tuple(shared(Arg, arg) for arg in row["args"]), shared(KernelShape, row.get("shape", {}))
+            args = tuple(shared(Arg, arg) for arg in row["args"])
+            shape = shared(KernelShape, row.get("shape", {}))
             return {**row, "args": args, "shape": shape}
 
         steady = [{**row, "launch": each(Launch, [launch(row["launch"])])[0]} for row in data.get("steady", ())]

@@ -218,7 +218,7 @@ def keywords_of(description: Callable[P, Value]) -> Callable[[Callable[[Value], 
         def called(*values: P.args, **given: P.kwargs) -> Result:
             return function(description(*values, **given))
 
-        return _documented(called, description)
+        return _document(called, description)
 
     return decorate
 
@@ -233,12 +233,12 @@ def initialised_by(
         def called(self: Owner, /, *values: P.args, **given: P.kwargs) -> None:
             function(self, description(*values, **given))
 
-        return _documented(called, description)
+        return _document(called, description)
 
     return decorate
 
 
-def _documented(function: Callable[P, Result], description: Any) -> Callable[P, Result]:
+def _document(function: Callable[P, Result], description: Any) -> Callable[P, Result]:
     """`function` with the signature of a description, and the texts of its fields as `Args:` of the docstring."""
     own = [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)] if function.__name__ == "__init__" else []
     signature = inspect.signature(description)

@@ -14,7 +14,8 @@ from flashmem.schedule.plan import SolverChoice, Strategy, Units
 Bytes = Converted[int | str | None, int | None]
 """A field that is given as a size in words or in bytes, and kept in bytes."""
 
-MEMORY, PLAN = "Memory", "Plan"
+MEMORY = "Memory"
+PLAN = "Plan"
 """Headings in help."""
 
 

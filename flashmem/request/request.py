@@ -23,7 +23,9 @@ from flashmem.schedule.modes import MODES
 if TYPE_CHECKING:
     import onnx
 
-TARGET, MODEL, NUMBERS = "Device", "Model", "Numbers"
+TARGET = "Device"
+MODEL = "Model"
+NUMBERS = "Numbers"
 """Headings in help."""
 
 

@@ -58,7 +58,8 @@ def in_slots(
     streamed.
     """
     offsets: dict[str, int] = {}
-    end, stays = 0, list[Stay]()
+    end = 0
+    stays = list[Stay]()
     for (part, w), begin in zip(planned, begins, strict=True):
         if part.name not in layout.offsets:
             continue

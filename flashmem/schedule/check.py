@@ -74,7 +74,8 @@ def _check_memory(plan: OverlapPlan, instance: Instance) -> None:
     for w in plan.weights:
         if w.preload:
             continue
-        home, last = w.read_layer, layers if w.keep else w.last_use
+        home = w.read_layer
+        last = layers if w.keep else w.last_use
         if plan.mode == "interleave":  # in staging from its release time to its last move, at home from its first
             change[w.read_layer] += w.nbytes
             change[w.moves[-1][0] + 1] -= w.nbytes
@@ -134,7 +135,8 @@ def _check_objective(plan: OverlapPlan) -> None:
         distance = sum(w.first_use - w.moves[0][0] for w in plan.weights if not w.preload)
         value = plan.lambda_ * preloaded + (1 - plan.lambda_) * distance
         if plan.units == "share":
-            everything, layers = sum(w.chunks for w in plan.weights), len(plan.weights) * len(plan.capacities)
+            everything = sum(w.chunks for w in plan.weights)
+            layers = len(plan.weights) * len(plan.capacities)
             value = plan.lambda_ * preloaded / max(1, everything) + (1 - plan.lambda_) * distance / max(1, layers)
         if abs(value - plan.objective) > tolerance:
             raise PlanViolation("objective", f"the objective is not {plan.objective}")
@@ -171,11 +173,13 @@ def _seconds(plan: OverlapPlan, instance: Instance, *, later: bool) -> float:
             begin = max([done[-1], *(loaded[name] for name in waiting[layer])])
             done.append(begin + instance.layers[layer - 1].loaded_seconds(beside[layer] * plan.chunk_bytes))
 
-    disk, host = 0.0, opening
+    disk = 0.0
+    host = opening
     for w in sorted(weights, key=lambda w: (max(1, w.read_layer), needs[w.name], w.first_use)):
         if w.read_layer > 1:
             run(w.read_layer - 1)
-            disk, host = max(disk, done[w.read_layer - 1]), max(host, done[w.read_layer - 1])
+            disk = max(disk, done[w.read_layer - 1])
+            host = max(host, done[w.read_layer - 1])
         disk += 0.0 if cached else w.nbytes / instance.load_bandwidth
         piece = min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth
         host = loaded[w.name] = max(host + w.nbytes / instance.host_bandwidth, disk + piece)
@@ -258,7 +262,8 @@ def _check_layout(
 def _check_staging(mode: str, layout: PoolLayout, streamed: list[PlannedWeight]) -> None:
     """Check that each streamed slice has its own place in the buffer, or a slot, from its release time to its last move."""
     for w in streamed:
-        places, other = layout.staging, layout.staging_slot_of
+        places = layout.staging
+        other = layout.staging_slot_of
         if layout.staging_slots:
             places, other = other, places
         if w.name not in places or w.name in other:
@@ -285,7 +290,8 @@ def _check_slots(mode: str, layout: PoolLayout, held: list[tuple[PlannedWeight, 
         if not 0 <= number < len(layout.slots):
             raise PlanViolation("layout", f"{mode}: slice {w.name} names texture slot {number} of {len(layout.slots)}")
         turns.setdefault(number, []).append((first, last, w.name))
-        slot, part = layout.slots[number], dims.get(w.name)
+        slot = layout.slots[number]
+        part = dims.get(w.name)
         if part and (part.width > slot.width or part.height > slot.height or part.channel != slot.channel):
             raise PlanViolation("layout", f"{mode}: slice {w.name} does not fit its texture slot")
     _check_turns(mode, turns, "texture")

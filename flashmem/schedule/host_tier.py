@@ -30,7 +30,8 @@ def reloaded(variants: Iterable[tuple[OverlapPlan, Sequence[Slice]]]) -> tuple[S
     """The slices that each later run loads again, each once, by variant and then by first use."""
     found: dict[SliceIdentity, Slice] = {}
     for plan, slices in variants:
-        stays, parts = staying(plan), {part.name: part for part in slices}
+        stays = staying(plan)
+        parts = {part.name: part for part in slices}
         for w in sorted(plan.weights, key=lambda w: w.first_use):
             if w.name not in stays:
                 found.setdefault(identity(parts[w.name]), parts[w.name])
@@ -53,7 +54,9 @@ def tier_slices(slices: Iterable[Slice], nbytes: int, first: Collection[SliceIde
     are spread evenly over the run. The set is fixed: a run reads its slices in one order, and replacing the one used last
     would lose each slice before its next use.
     """
-    parts, kept, left = list(slices), set[int](), nbytes
+    parts = list(slices)
+    kept = set[int]()
+    left = nbytes
     spaced = spread([tier_bytes(part) for part in parts], nbytes)
     for at in sorted(spaced, key=lambda at: identity(parts[at]) not in first):
         if tier_bytes(parts[at]) <= left:
@@ -67,8 +70,10 @@ def spread(sizes: Sequence[int], nbytes: int) -> list[int]:
 
     One is taken when half of its bytes are due, if each byte before had its share (as J. E. Bresenham draws a line, 1965).
     """
-    total, due = sum(sizes), 0  # `due`: bytes times `total`
-    taken, others = list[int](), list[int]()
+    total = sum(sizes)
+    due = 0  # bytes times `total`
+    taken = list[int]()
+    others = list[int]()
     for at, size in enumerate(sizes):
         due += size * nbytes
         if 2 * due >= size * total:

@@ -39,7 +39,9 @@ class LoadQueue(Generic[Item]):
 
     def next(self, done: int, *, ahead: bool) -> int | None:
         """The first item that is released after `done` launches; with `ahead`, else the first one. None if there is none."""
-        due, taken, by_release = self._due, self._taken, self._by_release
+        due = self._due
+        taken = self._taken
+        by_release = self._by_release
         while self._released < len(taken) and self._items[by_release[self._released]].after <= done:
             heappush(due, by_release[self._released])
             self._released += 1
@@ -47,7 +49,7 @@ class LoadQueue(Generic[Item]):
             heappop(due)
         if due:
             return due[0]
-        return next(self._waiting(1), None) if ahead else None
+        return next(self._first_waiting(1), None) if ahead else None
 
     def take(self, number: int) -> Item:
         """Take an item."""
@@ -58,15 +60,17 @@ class LoadQueue(Generic[Item]):
         """A taken item, and those of the first `most` waiting ones that are released after `done` launches: the ones that were
         not announced to the disk before.
         """
-        ahead = [taken, *(number for number in self._waiting(most) if self._items[number].after <= done)]
+        ahead = [taken, *(number for number in self._first_waiting(most) if self._items[number].after <= done)]
         ahead = [number for number in ahead if not self._announced[number]]
         for number in ahead:
             self._announced[number] = True
         return [self._items[number] for number in ahead]
 
-    def _waiting(self, most: int) -> Iterator[int]:
+    def _first_waiting(self, most: int) -> Iterator[int]:
         """The first items that are not taken, at most `most`."""
-        taken, last, number = self._taken, len(self._taken), self._first
+        taken = self._taken
+        last = len(self._taken)
+        number = self._first
         while number < last and taken[number]:
             number += 1
         self._first = number

@@ -109,7 +109,8 @@ def planned_loads(
 
     With `segmented`, each slice but those `undivided` is divided into the segments of `mode` that pass through the ring.
     """
-    free, kind = free_from(plan, slices, layout, mode), MODES[mode]
+    free = free_from(plan, slices, layout, mode)
+    kind = MODES[mode]
 
     def order(w: PlannedWeight) -> tuple[int, ...]:
         return (max(w.read_layer, 1) if kind.by_pages else 0, kind.needed_at(w), w.first_use)
@@ -117,7 +118,8 @@ def planned_loads(
     loads: list[Load] = []
     most = layout.segment_bytes or PASSING_BYTES
     for w in sorted((w for w in plan.weights if preload or not w.preload), key=order):
-        part, after = slices[w.name], free.get(w.name, 0)
+        part = slices[w.name]
+        after = free.get(w.name, 0)
         divided = segmented and w.name not in undivided
         found = segments(part, mode, most) if divided else (whole(part),)
         loads += [Load(part, segment, after, w.preload) for segment in found]
@@ -180,7 +182,7 @@ class Schedule:
         return tuple(accumulate(reversed(self.held), max))[::-1]
 
 
-def scheduled(
+def make_schedule(
     plan: OverlapPlan,
     slices: Mapping[str, Slice],
     layout: PoolLayout,
@@ -226,7 +228,8 @@ def kept_within(plan: OverlapPlan, slices: Mapping[str, Slice], resident: Collec
 
     The next run would wait for the first slices it uses; it can read later ones while it computes.
     """
-    kept, left = set[str](), nbytes
+    kept = set[str]()
+    left = nbytes
     for w in sorted(plan.weights, key=lambda w: (w.name not in resident, w.first_use)):
         if pages(slices[w.name]) <= left:
             kept.add(w.name)

@@ -102,7 +102,8 @@ def free_from(plan: OverlapPlan, slices: Mapping[str, Slice], layout: PoolLayout
         last = w.last_mover if staging else w.last_use
         if w.name in slot_of:
             slot = slot_of[w.name]
-            free[w.name], slots[slot] = slots[slot], last
+            free[w.name] = slots[slot]
+            slots[slot] = last
             continue
         start = offsets[w.name] // POOL_ALIGNMENT
         place = pages[start : start - (-slices[w.name].file_bytes // POOL_ALIGNMENT)]
@@ -127,7 +128,7 @@ def share_places(
     return same and set(slices[0]) == set(slices[1])
 
 
-def preloaded(plan: OverlapPlan) -> OverlapPlan:
+def preload_all(plan: OverlapPlan) -> OverlapPlan:
     """The same plan with all weights in W."""
     weights = tuple(replace(w, preload=True, read_layer=0, moves=(), keep=False) for w in plan.weights)
     return replace(plan, weights=weights)

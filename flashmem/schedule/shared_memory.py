@@ -105,7 +105,8 @@ def _put_slots(
     for offset, _, name in parts:
         if name not in place_of:
             where = f"weight slot {numbers[offset]}"
-            buffers[where], place_of[name] = slots[offset], (where, 0)
+            buffers[where] = slots[offset]
+            place_of[name] = (where, 0)
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,9 @@ def _below(variant: PlacedVariant) -> int:
 
 def _stays_below(variant: PlacedVariant) -> bool:
     """Whether the slices that stay are at the beginning of the pool, and each image of them has a texture to itself."""
-    stays, layout, end = {part.name for part in variant.staying}, variant.layout, _below(variant)
+    stays = {part.name for part in variant.staying}
+    layout = variant.layout
+    end = _below(variant)
     slots = [number for name, number in layout.slot_of.items() if name in stays]
     others = {number for name, number in layout.slot_of.items() if name not in stays}
     return (
@@ -173,14 +176,16 @@ def _memory(variant: PlacedVariant, keepers: Mapping[SliceIdentity, Sequence[int
     """The objects of one variant: a buffer for each set of variants that keep the same slices (`apart`: for each of these
     slices), and the rest of the pool.
     """
-    layout, end = variant.layout, _below(variant)
+    layout = variant.layout
+    end = _below(variant)
     buffers: dict[str, int] = {}
     textures: dict[str, TextureSlot] = {}
     place_of: dict[str, tuple[str, int]] = {}
     for part in variant.staying:
         if part.name in layout.slot_of:
             name = f"the texture of the weight at {identity(part)}"
-            textures[name], place_of[part.name] = layout.slots[layout.slot_of[part.name]], (name, 0)
+            textures[name] = layout.slots[layout.slot_of[part.name]]
+            place_of[part.name] = (name, 0)
         else:
             kept = f"weights that stay in variants {', '.join(map(str, keepers[identity(part)]))}"
             name = f"the weight at {identity(part)}" if apart else kept

@@ -7,7 +7,7 @@ measured rates from published figures, `measured_on` names the processor, and `s
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -186,8 +186,9 @@ class DeviceDescriptor:
     command_buffers: bool = False  # whether recorded launches were faster in measurements (flashmem profile)
     probed: dict[str, str] = field(default_factory=dict)  # by extension, the `Device.driver` on which its probe passed
     rates: Rates = field(default_factory=Rates)
-    capacity_model: str = ""  # next to the descriptor: NAME.seconds.ubj (trained), or NAME.code.csv; "": the roofline
-    pipelines: Pipelines | None = None  # for NAME.code.csv
+    capacity_model: str = ""  # next to the descriptor: NAME.seconds.ubj and NAME.slowdown.ubj, trained; "": the roofline
+    counted: str = ""  # counted instructions of kernel configs next to the descriptor, without .code.csv; "": none
+    pipelines: Pipelines | None = None  # of a GPU, for models of its family and counted instructions
     registers: RegisterFile | None = None  # of a GPU core, which estimates charge; None: they are not known
     measured: bool = False
     measured_on: str = ""  # the processor of measured rates, as named by `runtime.opencl.processor.processor_of`
@@ -210,7 +211,12 @@ class DeviceDescriptor:
     @property
     def portable(self) -> DeviceDescriptor:
         """The same descriptor without this machine's folders: files next to a descriptor file are named without a path."""
-        return replace(self, capacity_model=Path(self.capacity_model).name, tuned=Path(self.tuned).name)
+        return self._beside(lambda name: Path(name).name)
+
+    def _beside(self, placed: Callable[[str], str]) -> DeviceDescriptor:
+        """The same descriptor with `placed` names of the files next to it."""
+        model, counted, tuned = (placed(name) if name else "" for name in (self.capacity_model, self.counted, self.tuned))
+        return replace(self, capacity_model=model, counted=counted, tuned=tuned)
 
     def with_probed(self, probed: Mapping[str, str]) -> DeviceDescriptor:
         """The same device with results of probes: by extension, the driver (`Device.driver`) on which its probe passed.
@@ -318,7 +324,9 @@ class DeviceDescriptor:
         return replace(self, memory_paths=tuple(sorted(self.memory_paths, key=lambda known: known != path)))
 
 
-_FOR_COMPILERS = frozenset({"tile", "configs", "features", "code", "only", "tuned", "dot_products", "registers", "local_bytes"})
+_FOR_COMPILERS = frozenset(
+    {"tile", "configs", "features", "code", "only", "tuned", "counted", "dot_products", "registers", "local_bytes"}
+)
 """The keys of a descriptor that only the compiler reads."""
 
 
@@ -364,7 +372,4 @@ def load_descriptor(name_or_path: str) -> DeviceDescriptor:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{name_or_path} is not valid TOML: {error}") from error
     descriptor = DeviceDescriptor.from_dict(data, where=name_or_path)
-    if folder is None:
-        return descriptor
-    model, table = (str(folder / name) if name else "" for name in (descriptor.capacity_model, descriptor.tuned))
-    return replace(descriptor, capacity_model=model, tuned=table)
+    return descriptor if folder is None else descriptor._beside(lambda name: str(folder / name))

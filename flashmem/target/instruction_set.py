@@ -60,5 +60,6 @@ def other_tiles(name: str) -> tuple[str, ...]:
 
 def same_tile(one: str, other: str) -> bool:
     """Whether two instruction sets have the same plain tile, and so the same kernels."""
-    first, second = INSTRUCTION_SETS[one], INSTRUCTION_SETS[other]
+    first = INSTRUCTION_SETS[one]
+    second = INSTRUCTION_SETS[other]
     return (first.rows, first.panels) == (second.rows, second.panels)

@@ -62,7 +62,8 @@ class Learned:
         """The weighted mean of both by their runs. Measurements of another mode or another program are dropped."""
         if earlier is None or earlier.mode != self.mode or len(earlier.seconds) != len(self.seconds):
             return self
-        old, new = min(earlier.runs, _MEMORY - 1), self.runs
+        old = min(earlier.runs, _MEMORY - 1)
+        new = self.runs
         share = new / (old + new)
         seconds = tuple((1 - share) * a + share * b for a, b in zip(earlier.seconds, self.seconds, strict=True))
         rate = (1 - share) * earlier.load_bandwidth + share * self.load_bandwidth
@@ -79,7 +80,7 @@ def learn(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> B
     """
     limits = limits_of(bundle)
     earlier = _learned_from(bundle)
-    learned = observed(bundle, mode, reports).joined_to(earlier)
+    learned = observe(bundle, mode, reports).joined_to(earlier)
     instance = learned.applied_to(planning_instance(bundle.program, bundle.descriptor, mode, limits))
     plan = plan_instance(replace(instance, w_may_grow=True), bundle.program, mode, limits)
     program = bundle.program
@@ -101,17 +102,19 @@ def replan(bundle: Bundle, budget: int, path: Path | None = None) -> Bundle:
         UserError: the bundle has no record of its limits, or cannot be written.
     """
     variants = [bundle.variant(index) for index in range(len(bundle.variants))]
-    made = [_replanned(variant, budget) for variant in variants]
+    made = [_plan_again(variant, budget) for variant in variants]
     plans = {index: plan for index, (plan, _) in enumerate(made)}
     return replace_plans(bundle, plans, {index: meta for index, (_, meta) in enumerate(made)}, path)
 
 
-def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]]:
+def _plan_again(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]]:
     """A plan for the selected variant, and the new metadata. Raises like `replan`."""
-    program, modes = bundle.program, bundle.descriptor.modes[bundle.program.memory_path]
+    program = bundle.program
+    modes = bundle.descriptor.modes[bundle.program.memory_path]
     limits = limits_of(bundle).replace(budget=budget, m_peak=None)
     mode = next((each for each in modes if each == bundle.meta.get("mode")), modes[0])
-    instance, learned = planning_instance(program, bundle.descriptor, mode, limits), _learned_from(bundle)
+    instance = planning_instance(program, bundle.descriptor, mode, limits)
+    learned = _learned_from(bundle)
     if learned is not None and learned.mode == mode:
         instance = learned.applied_to(instance)
     plan = plan_instance(replace(instance, w_may_grow=True), program, mode, limits)
@@ -119,7 +122,7 @@ def _replanned(bundle: Bundle, budget: int) -> tuple[OverlapPlan, dict[str, Any]
     return plan, {**bundle.meta, "mode": mode, "budget_bytes": budget, "limits": limits.values()}
 
 
-def observed(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:
+def observe(bundle: Bundle, mode: TransferMode, reports: Sequence[RunReport]) -> Learned:
     """The measurements of runs: medians of launch times over the runs, minus the known cost of simultaneous copies in this
     mode.
     """
@@ -150,7 +153,8 @@ def _moving_seconds(descriptor: DeviceDescriptor, mode: TransferMode, nbytes: in
 def _load_rate(bundle: Bundle, loads: Sequence[TimedInterval]) -> float | None:
     """Bytes per second of the time with at least one load in progress; None without loads."""
     sizes = {part.name: part.nbytes for part in bundle.program.slices}
-    busy, until = 0.0, float("-inf")
+    busy = 0.0
+    until = float("-inf")
     for interval in sorted(loads, key=lambda interval: interval.start):
         busy += max(0.0, interval.end - max(until, interval.start))
         until = max(until, interval.end)

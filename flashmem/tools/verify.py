@@ -81,7 +81,7 @@ def reference(
     onnxruntime.set_default_logger_severity(4)  # the errors that it logs are raised too
     try:
         session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
-        fixed = {port.name: _fixed(port, constants[port.name]) for port in session.get_inputs() if port.name in constants}
+        fixed = {port.name: _fix(port, constants[port.name]) for port in session.get_inputs() if port.name in constants}
         # A bundle may store a state in fewer bits than the model, and then in another shape.
         ports = {port.name: port for port in session.get_inputs()}
         kept = {state.name: _zeros(ports[state.name], state) for state in states}
@@ -109,7 +109,7 @@ def _dtype_of(port: Any) -> str:
     return {onnx: ours for ours, onnx in ONNX_NAMES.items()}.get(name, name)
 
 
-def _fixed(port: Any, value: Any) -> NDArray[Any]:
+def _fix(port: Any, value: Any) -> NDArray[Any]:
     """A constant in the type and shape of an input of ONNX Runtime."""
     array = np.asarray(value, _dtype_of(port))
     if not all(isinstance(size, int) for size in port.shape):
@@ -147,7 +147,8 @@ def _errors(answer: NDArray[Any], expected: NDArray[Any]) -> tuple[float, float]
     """The max abs error, and the same relative to the range of `expected` (to its magnitude if it is constant)."""
     if answer.shape != expected.shape:
         return np.inf, np.inf
-    got, want = answer.astype(np.float64), expected.astype(np.float64)
+    got = answer.astype(np.float64)
+    want = expected.astype(np.float64)
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     if same.all():
         return 0.0, 0.0

@@ -78,7 +78,8 @@ def _name(line: str) -> str:
 
 def _counted(code: Sequence[str]) -> LoopStatistics:
     """Statistics of the instructions in `code`."""
-    counts = dict.fromkeys(("instructions", "slots", "macs", "load_bytes", "loads", "textures", "local", "stack"), 0)
+    names = ("instructions", "slots", "macs", "half_macs", "load_bytes", "loads", "textures", "local", "stack")
+    counts = dict.fromkeys(names, 0)
     for line in code:
         if _LABEL.match(line):
             continue
@@ -88,6 +89,7 @@ def _counted(code: Sequence[str]) -> LoopStatistics:
         counts["slots"] += times + sum(int(match[1]) for match in [_WAITED.search(line)] if match)
         if name in _MACS:
             counts["macs"] += times
+            counts["half_macs"] += times * name.endswith("f16")
         elif name.startswith("ldg"):
             elements = _ELEMENTS.search(line)
             width = 4 if "32" in name else 2 if "16" in name else 1

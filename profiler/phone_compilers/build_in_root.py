@@ -11,7 +11,9 @@ import sys
 import time
 from typing import Any
 
-_DEVICE_NAME, _BUILD_LOG, _KERNEL_NAMES = 0x102B, 0x1183, 0x1168
+_DEVICE_NAME = 0x102B
+_BUILD_LOG = 0x1183
+_KERNEL_NAMES = 0x1168
 _KERNEL_NUMBERS = {"work_group": 0x11B0, "local_bytes": 0x11B2, "work_group_multiple": 0x11B3, "private_bytes": 0x11B4}
 
 
@@ -31,8 +33,11 @@ class Builder:
         cl = self._cl = ctypes.CDLL("libOpenCL.so.1")
         for name in ("clCreateContext", "clCreateProgramWithSource", "clCreateKernel"):
             getattr(cl, name).restype = ctypes.c_void_p
-        platform, count, error = ctypes.c_void_p(), ctypes.c_uint(), ctypes.c_int()
-        self._device, self.error = ctypes.c_void_p(), ""
+        platform = ctypes.c_void_p()
+        count = ctypes.c_uint()
+        error = ctypes.c_int()
+        self._device = ctypes.c_void_p()
+        self.error = ""
         if cl.clGetPlatformIDs(1, ctypes.byref(platform), ctypes.byref(count)):
             self.error = "no OpenCL platform"
         elif cl.clGetDeviceIDs(platform, ctypes.c_ulong(0xFFFFFFFF), 1, ctypes.byref(self._device), ctypes.byref(count)):
@@ -47,8 +52,10 @@ class Builder:
         """Build `source`, and create its kernels."""
         if self.error:
             return {"error": self.error}
-        cl, error = self._cl, ctypes.c_int()
-        text, length = ctypes.c_char_p(source), ctypes.c_size_t(len(source))
+        cl = self._cl
+        error = ctypes.c_int()
+        text = ctypes.c_char_p(source)
+        length = ctypes.c_size_t(len(source))
         program = ctypes.c_void_p(
             cl.clCreateProgramWithSource(self._context, 1, ctypes.byref(text), ctypes.byref(length), ctypes.byref(error))
         )

@@ -28,7 +28,11 @@ from flashmem.profiler.sketch import Sketch
 from flashmem.program.kernel_text import kernel_texts
 from flashmem.target.descriptor import DeviceDescriptor
 
-ROWS, DEPTH, COLUMNS, PLACES, HEAD = 128, 256, 256, 14, 64
+ROWS = 128
+DEPTH = 256
+COLUMNS = 256
+PLACES = 14
+HEAD = 64
 """Sizes divisible by every listed config, so that no case uses a smaller tile: ViT's and ResNet's have such sizes."""
 
 CONTRACTIONS = ("matmul", "conv", "matmul_dynamic")
@@ -48,7 +52,7 @@ def family_kernels_of(descriptor: DeviceDescriptor) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         graph = import_model(families().save(Path(folder)), {}, why_unsupported)
         targets = targets_of(graph, descriptor, "fp32", "phones", "kit")
-    found = {"conv-grouped": _text("conv-grouped", _grouped(), descriptor, "fp32")}
+    found = {"conv-grouped": _text("conv-grouped", _grouped_convolution(), descriptor, "fp32")}
     for text in kernel_texts(targets[0].source.plain).values():
         name = f"kit-{template_of(text)}"
         if template_of(text) not in present and len(text) > len(found.get(name, "")):
@@ -110,10 +114,13 @@ def _contraction(family: str) -> Graph:
         return g.finish(g.node("MatMul", [x, g.weight(DEPTH, COLUMNS)], (1, ROWS, COLUMNS)))
     if family == "conv":
         shape = (1, HEAD, PLACES, PLACES)
-        x, weight = g.node("Tanh", [g.input(*shape)], shape), g.weight(HEAD, HEAD, 3, 3)
+        x = g.node("Tanh", [g.input(*shape)], shape)
+        weight = g.weight(HEAD, HEAD, 3, 3)
         return g.finish(g.node("Conv", [x, weight], shape, kernel_shape=[3, 3], pads=[1] * 4))
-    left, right = (1, 12, ROWS, HEAD), (1, 12, HEAD, ROWS)
-    a, b = g.node("Tanh", [g.input(*left)], left), g.node("Tanh", [g.input(*right)], right)
+    left = (1, 12, ROWS, HEAD)
+    right = (1, 12, HEAD, ROWS)
+    a = g.node("Tanh", [g.input(*left)], left)
+    b = g.node("Tanh", [g.input(*right)], right)
     return g.finish(g.node("MatMul", [a, b], (1, 12, ROWS, ROWS)))
 
 
@@ -141,7 +148,8 @@ def _others() -> Iterator[tuple[str, Graph]]:
     strided = g.node("Conv", [g.input(*image), g.weight(HEAD, 1, 5, 5)], (1, HEAD, PLACES // 2, PLACES // 2), **halved)
     yield "depthwise-strided", g.finish(strided)
     g = Sketch()
-    photo, filters = g.input(1, 3, 224, 224), g.weight(HEAD, 3, 7, 7)
+    photo = g.input(1, 3, 224, 224)
+    filters = g.weight(HEAD, 3, 7, 7)
     first = g.node("Conv", [photo, filters], (1, HEAD, 112, 112), kernel_shape=[7, 7], pads=[3] * 4, strides=[2, 2])
     yield "conv-first", g.finish(first)
     g = Sketch()
@@ -159,7 +167,8 @@ def _of_decoders() -> Iterator[tuple[str, Graph]]:
     """Rotary positions in both forms, alone and with writes into caches; an RMS norm whose kernel also computes and writes the
     residual sum before it, a write into a cache in int8, and both steps of candidates among a vocabulary.
     """
-    heads, rows = (1, ROWS, 12, HEAD), (1, ROWS, COLUMNS)
+    heads = (1, ROWS, 12, HEAD)
+    rows = (1, ROWS, COLUMNS)
     for name, interleaved in (("rotary", False), ("rotary-interleaved", True)):
         g = Sketch()
         tables = [g.input(1, ROWS, 1, HEAD // 2) for _ in range(2)]
@@ -171,7 +180,8 @@ def _of_decoders() -> Iterator[tuple[str, Graph]]:
     product = g.node("MatMul", [g.node("Mul", [norm, g.weight(COLUMNS)], rows), g.weight(COLUMNS, COLUMNS)], rows)
     yield "reduce_rows-sum-and-rms-norm", g.finish(g.node("Add", [product, total], rows))
     g = Sketch()
-    cache, places = (1, 2, ROWS, row_bytes(HEAD)), (2 * ROWS, ROWS, 1)
+    cache = (1, 2, ROWS, row_bytes(HEAD))
+    places = (2 * ROWS, ROWS, 1)
     written = [g.input(*cache, dtype="int8"), g.input(2, 3, dtype="int64"), g.input(2, HEAD)]
     plan = {"items": (), "index": (), "update": (), "target": (), "steps": 2, "index_step": 3, "update_step": ((2, HEAD),)}
     plan |= {"update_start": 0}
@@ -186,11 +196,15 @@ def _of_decoders() -> Iterator[tuple[str, Graph]]:
 
 def _with_caches(interleaved: bool) -> Graph:
     """Rotary positions of one token's 10 heads of queries and 2 of keys, and the writes of keys and values into two states."""
-    g, heads, cache = Sketch(), (1, 1, 12, HEAD), (1, 2, ROWS, HEAD)
+    g = Sketch()
+    heads = (1, 1, 12, HEAD)
+    cache = (1, 2, ROWS, HEAD)
     tables = [g.input(1, 1, 1, HEAD // 2) for _ in range(2)]
     x = g.input(*heads)  # read again later, as a model reads its values there
     turned = g.node("Rotary", [x, *tables], heads, half=HEAD // 2, interleaved=interleaved)
-    at, values, caches = g.input(2, 3, dtype="int64"), g.input(1, 1, 2, HEAD), [g.input(*cache) for _ in range(2)]
+    at = g.input(2, 3, dtype="int64")
+    values = g.input(1, 1, 2, HEAD)
+    caches = [g.input(*cache) for _ in range(2)]
     plan = {"items": (HEAD,), "index": (0,), "update": (1,), "target": (1,), "steps": 2, "index_step": 3}
     plan |= {
         "update_step": ((2, HEAD),),
@@ -211,11 +225,12 @@ def _with_caches(interleaved: bool) -> Graph:
     return replace(graph, outputs=[*graph.outputs, *ports], states=states)
 
 
-def _grouped() -> Graph:
+def _grouped_convolution() -> Graph:
     """A convolution in groups of 16 channels."""
     g = Sketch()
     image = (1, HEAD, PLACES, PLACES)
-    x, weight = g.input(*image), g.weight(HEAD, 16, 3, 3)
+    x = g.input(*image)
+    weight = g.weight(HEAD, 16, 3, 3)
     return g.finish(g.node("Conv", [x, weight], image, kernel_shape=[3, 3], pads=[1] * 4, group=HEAD // 16))
 
 

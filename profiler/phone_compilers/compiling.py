@@ -67,7 +67,8 @@ class Compiler:
     """
 
     def __init__(self, gpu: Gpu, root: Root, seconds: float = MOST_SECONDS) -> None:
-        self.gpu, self.root = gpu, root
+        self.gpu = gpu
+        self.root = root
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -90,7 +91,7 @@ class Compiler:
         Raises:
             UserError: the compiler cannot be started on this machine.
         """
-        process = self._process = self._process or self._started()
+        process = self._process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         expired = threading.Event()
 
@@ -103,7 +104,8 @@ class Compiler:
         with contextlib.suppress(BrokenPipeError):  # its output says why it ended
             process.stdin.write(json.dumps({"text": text, "options": list(options)}).encode() + b"\n")
             process.stdin.flush()
-        lines, answer = [], None
+        lines = []
+        answer = None
         for line in process.stdout:
             if line.startswith(_BUILT):
                 answer = line.removeprefix(_BUILT)
@@ -112,19 +114,19 @@ class Compiler:
         timer.cancel()
         printed = b"".join(lines).decode(errors="replace")
         if answer is None:
-            return self._ended(printed, expired.is_set())
+            return self._end(printed, expired.is_set())
         said: dict[str, Any] = json.loads(answer)
         return Compiled(
             printed, said.get("error", ""), said.get("device", ""), said.get("seconds", 0.0), said.get("kernels", {})
         )
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> subprocess.Popen[bytes]:
         command, environment = _command(self.gpu, self.root, BUILD_SCRIPT.read_text(encoding="utf-8"))
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )  # fmt: skip
 
-    def _ended(self, printed: str, expired: bool) -> Compiled:
+    def _end(self, printed: str, expired: bool) -> Compiled:
         """The result for a text whose compilation ended the process."""
         assert self._process is not None
         code = self._process.wait()

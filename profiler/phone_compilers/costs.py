@@ -1,4 +1,4 @@
-"""Writes the counted instructions of a phone's kernels: DEVICE.code.csv, for `flashmem.planning.capacity.compiled`.
+"""Writes the counted instructions of a phone's kernels: DEVICE.code.csv, for `flashmem.compiler.selection.counted_code`.
 
     python -m flashmem.profiler.phone_compilers.costs adreno750 [-o DIR]
 
@@ -16,7 +16,7 @@ from flashmem.base.files import written_whole
 from flashmem.base.streams import exit_codes
 from flashmem.compiler.configs.listed import configs_of
 from flashmem.compiler.kernels.contraction.configs import Contraction, SlicedContraction
-from flashmem.planning.capacity.compiled import CODE, LANE, KernelCode, write_codes
+from flashmem.compiler.selection.counted_code import CODE, LANE, KernelCode, write_codes
 from flashmem.profiler.phone_compilers.cases import kernels_of, lane_kernels_of
 from flashmem.profiler.phone_compilers.gpus import gpu_of
 from flashmem.profiler.phone_compilers.report import CompilerReport, examine
@@ -86,7 +86,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.output.is_dir():
         raise UserError(f"--output {given.output} is not a folder; name one")
-    descriptor = replace(load_descriptor(given.device), capacity_model="")  # the file may not exist yet
+    descriptor = replace(load_descriptor(given.device), counted="")  # the file may not exist yet
     gpu = gpu_of(descriptor.name)
     kernels = {**kernels_of(descriptor), **lane_kernels_of(descriptor)}
     report = examine(kernels, gpu, given.jobs, StoredResults(results_folder()))

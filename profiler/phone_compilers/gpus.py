@@ -36,6 +36,7 @@ def _mali(name: str, number: str, *descriptors: str) -> Gpu:
 GPUS = {
     gpu.name: gpu
     for gpu in (
+        _adreno(630),
         _adreno(730, "adreno730"),
         _adreno(740, "adreno740"),
         _adreno(750, "adreno750"),

@@ -24,7 +24,8 @@ _RAW = re.compile(r"^\s+(uint\d?) lane_raw0", re.MULTILINE)
 
 def step_bytes(text: str) -> int:
     """Bytes that a work-item of an interleaved kernel copies in a step."""
-    units, raw = _UNITS.search(text), _RAW.search(text)
+    units = _UNITS.search(text)
+    raw = _RAW.search(text)
     assert units and raw  # every interleaved kernel has both (kernels/templates/common/lane.cl.j2)
     return int(units[1]) * 4 * int(raw[1].removeprefix("uint") or 1)
 

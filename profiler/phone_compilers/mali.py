@@ -29,7 +29,7 @@ def parse(kernel: str, compiled: Compiled) -> KernelStatistics | None:
     back = [(at[to], index) for index, (_, _, after) in enumerate(blocks) for to in after if at.get(to, index + 1) <= index]
     loops = bodies(back)
     said = next(iter(compiled.kernels.values()), {})  # a text has one kernel, whose name may differ from `kernel`
-    main, around = main_loop(loops, lambda at: _counted([line for index in at for line in blocks[index][1]]))
+    main, around = main_loop(loops, lambda at: _count([line for index in at for line in blocks[index][1]]))
     return KernelStatistics(
         kernel=kernel,
         instructions=instructions,
@@ -64,7 +64,7 @@ def _name(line: str) -> str:
     return found[1] if found else ""
 
 
-def _counted(code: Sequence[str]) -> LoopStatistics:
+def _count(code: Sequence[str]) -> LoopStatistics:
     """Statistics of the instructions in `code`. Each instruction uses one slot."""
     counts = dict.fromkeys(("instructions", "slots", "macs", "load_bytes", "loads", "textures", "local", "stack"), 0)
     for line in code:

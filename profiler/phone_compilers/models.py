@@ -106,7 +106,8 @@ def _spread(weighted: Sequence[tuple[float, int]]) -> tuple[float, float, float,
     total = sum(weight for _, weight in weighted)
     if not total:
         return None
-    before, median = 0, weighted[-1][0]
+    before = 0
+    median = weighted[-1][0]
     for value, weight in weighted:
         before += weight
         if 2 * before >= total:

@@ -83,7 +83,8 @@ def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0, stored: StoredRes
     Raises:
         UserError: the compilers cannot be set up or started on this machine.
     """
-    root, distinct = root_of(gpu), list(dict.fromkeys(texts.values()))
+    root = root_of(gpu)
+    distinct = list(dict.fromkeys(texts.values()))
     processes = jobs or len(os.sched_getaffinity(0))
     idle: SimpleQueue[Compiler] = SimpleQueue()
 
@@ -98,13 +99,13 @@ def examine(texts: Mapping[str, str], gpu: Gpu, jobs: int = 0, stored: StoredRes
         for _ in range(processes):
             idle.put(compilers.enter_context(Compiler(gpu, root)))
         compiled = dict(zip(distinct, pool.map(compile_one, distinct), strict=True))
-    made = [_examined(gpu, name, compiled[text]) for name, text in texts.items()]
+    made = [_examine(gpu, name, compiled[text]) for name, text in texts.items()]
     kernels = tuple(each for each in made if isinstance(each, KernelStatistics))
     failures = {name: each for name, each in zip(texts, made, strict=True) if isinstance(each, str)}
     return CompilerReport(gpu, root.mesa, kernels, failures)
 
 
-def _examined(gpu: Gpu, name: str, compiled: Compiled) -> KernelStatistics | str:
+def _examine(gpu: Gpu, name: str, compiled: Compiled) -> KernelStatistics | str:
     if compiled.error:
         return compiled.error
     return _PARSERS[gpu.driver](name, compiled) or "the compiler printed no code"

@@ -11,7 +11,8 @@ class LoopStatistics:
     """One pass through a loop, for one work-item, without the loops inside it.
 
     `slots` are issue slots: a repeated instruction counts each time, and so do the slots that it waits. `macs` are
-    multiply-adds of floats; each element of a vector of halves counts. `load_bytes` are read from buffers, not through
+    multiply-adds of floats; each element of a vector of halves counts. `half_macs` are those of halves that take a slot
+    each, as floats do. `load_bytes` are read from buffers, not through
     textures. `stack` counts loads and stores of scratch memory: spilled registers, and arrays that are not in registers.
     """
 
@@ -23,6 +24,7 @@ class LoopStatistics:
     textures: int
     local: int
     stack: int
+    half_macs: int = 0
 
     @property
     def slots_per_mac(self) -> float | None:

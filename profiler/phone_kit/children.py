@@ -57,7 +57,8 @@ def run_child(command: Sequence[str | Path], seconds: float, environment: Mappin
         except BaseException:  # an interruption of the kit
             _end(process)
             raise
-    text, last = out.decode(errors="replace"), _last_line(errors.decode(errors="replace"))
+    text = out.decode(errors="replace")
+    last = _last_line(errors.decode(errors="replace"))
     return Ended(text, code, _sentence(code, last, seconds), monotonic() - begun)
 
 

@@ -22,7 +22,8 @@ from ..kit import Kit
 from ..rates import CPU_GEMMS, GPU_GEMMS, TRAFFIC_ELEMENTS
 
 _INTERVAL = 5.0
-_BURSTS, _BURST_SECONDS = 5, 0.05
+_BURSTS = 5
+_BURST_SECONDS = 0.05
 
 
 def heat(bench: Bench, seconds: float, interval: float = _INTERVAL) -> Iterator[dict[str, float]]:
@@ -30,7 +31,8 @@ def heat(bench: Bench, seconds: float, interval: float = _INTERVAL) -> Iterator[
     shapes = CPU_GEMMS if bench.descriptor.kind == "cpu" else GPU_GEMMS
     products = bench.supply.matmul(*shapes[min(1, len(shapes) - 1)])
     sums = bench.supply.elementwise(TRAFFIC_ELEMENTS)
-    product, total = bench.prepare(products), bench.prepare(sums)
+    product = bench.prepare(products)
+    total = bench.prepare(sums)
     begun = perf_counter()
     while True:
         at = perf_counter() - begun

@@ -14,7 +14,8 @@ from onnx import helper, numpy_helper
 
 Array = NDArray[Any]
 
-STREAMED_LAYERS, STREAMED_WIDTH = 12, 1024
+STREAMED_LAYERS = 12
+STREAMED_WIDTH = 1024
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def families() -> KitModel:
     _contractions(n)
     _reductions(n)
     _spatial(n)
-    _indexing(n)
+    _add_indexing(n)
     return n.model("families")
 
 
@@ -188,13 +189,14 @@ def _spatial(n: _Nodes) -> None:
     n.out("DeformConv", image, n.weight(16, 8, 3, 3), offsets, kernel_shape=[3, 3], pads=[1] * 4)
 
 
-def _indexing(n: _Nodes) -> None:
+def _add_indexing(n: _Nodes) -> None:
     x = n.input(20, 30)
     n.out("Gather", x, n.given(np.array([3, 0, 19, 7])), axis=0)
     n.out("Gather", n.weight(40, 16), n.given(np.array([3, 0, 39, 7, 7])), axis=0)
     n.out("GatherElements", x, n.given(n.random.integers(0, 20, (5, 30))), axis=0)
     n.out("ScatterElements", x, n.given(n.random.permutation(20)[:3].repeat(30).reshape(3, 30)), n.input(3, 30), axis=0)
-    boxes, scores = n.given(n.random.uniform(0, 9, (2, 50, 4)).astype(np.float32)), n.input(2, 3, 50)
+    boxes = n.given(n.random.uniform(0, 9, (2, 50, 4)).astype(np.float32))
+    scores = n.input(2, 3, 50)
     n.node(
         "NonMaxSuppression",
         boxes,
@@ -206,10 +208,10 @@ def _indexing(n: _Nodes) -> None:
     n.out("Transpose", x, perm=[1, 0])
     n.out("Concat", x, n.input(20, 7), axis=1)
     n.out("Gelu", x)
-    _rotated(n)
+    _add_rotation(n)
 
 
-def _rotated(n: _Nodes) -> None:
+def _add_rotation(n: _Nodes) -> None:
     """Rotary positions of 4 heads."""
     x, (cosines, sines) = n.input(1, 4, 24, 32), (n.weight(24, 32) for _ in range(2))
     start, middle, end, last = (n.constant(np.array([at])) for at in (0, 16, 32, 3))

@@ -25,7 +25,8 @@ def main() -> None:
     """Measure, and write the dataset."""
     launches, number, folder, minutes = sys.argv[1:]
     with ending_in_a_sentence():
-        held, device = Kit(Path(launches)), device_at(int(number))
+        held = Kit(Path(launches))
+        device = device_at(int(number))
         request = ProfileRequest(number, Path(folder), float(minutes), NAME, (), True, held.seed)
         found = measure(request, device, descriptor_for(device), held.models(), lambda what, done: None, held.supply)
         found.write(Path(folder), NAME)

@@ -25,18 +25,18 @@ def main() -> None:
     if "--folder" in words:
         at = words.index("--folder")
         if at + 1 == len(words):
-            sys.exit(_refused("--folder needs a path"))
+            sys.exit(_refuse("--folder needs a path"))
         folder = Path(words[at + 1])
         del words[at : at + 2]
     if sys.version_info < (3, 11):  # noqa: UP036  a phone may have any Python
-        sys.exit(_refused("this needs Python 3.11 or newer; type: pkg install python"))
+        sys.exit(_refuse("this needs Python 3.11 or newer; type: pkg install python"))
     if importlib.util.find_spec("numpy") is None:
-        sys.exit(_refused(f"this needs numpy; type: {_INSTALL}"))
+        sys.exit(_refuse(f"this needs numpy; type: {_INSTALL}"))
     archive = Path(sys.argv[0])
     try:
         library = unpack(archive, folder)
     except (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, KeyError, NotImplementedError) as error:
-        sys.exit(_refused(f"{archive} cannot be unpacked into {folder} ({error}); copy it again, or name a --folder"))
+        sys.exit(_refuse(f"{archive} cannot be unpacked into {folder} ({error}); copy it again, or name a --folder"))
     environment = {**os.environ, "PYTHONPATH": str(library)}
     command = [sys.executable, "-P", "-m", "flashmem.profiler.phone_kit.measuring", str(folder), *words]
     try:
@@ -52,7 +52,8 @@ def unpack(archive: Path, folder: Path) -> Path:
     """
     with zipfile.ZipFile(archive) as file:
         about = json.loads(file.read("kit.json"))
-        library, done = folder / "library", folder / "kit.json"
+        library = folder / "library"
+        done = folder / "kit.json"
         if done.is_file() and done.read_bytes() == file.read("kit.json"):
             return library
         done.unlink(missing_ok=True)  # another kit's: it is written last
@@ -66,7 +67,7 @@ def unpack(archive: Path, folder: Path) -> Path:
         return library
 
 
-def _refused(sentence: str) -> int:
+def _refuse(sentence: str) -> int:
     print(sentence, file=sys.stderr)
     return 2
 

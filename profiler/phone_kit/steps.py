@@ -169,7 +169,7 @@ def kernels(kit: KitRun) -> list[Json]:
     return found
 
 
-def streamed(kit: KitRun) -> list[Json]:
+def run_streamed(kit: KitRun) -> list[Json]:
     """The large model: streamed from a file outside the page cache in every mode, and preloaded."""
     found = []
     for bundle in kit.bundles():
@@ -197,7 +197,8 @@ def rates(kit: KitRun) -> str:
     """
     assert kit.device is not None
     launches = kit.contents.launches(kit.contents.device_for(kit.device.descriptor))
-    module, number = "flashmem.profiler.phone_kit.rates", str(kit.device.number)
+    module = "flashmem.profiler.phone_kit.rates"
+    number = str(kit.device.number)
     minutes = _RATES_MINUTES * kit.scale
     ended = kit.child(60 * (_RATES_MINUTES + 1), module, launches, number, kit.work, f"{minutes:.3f}")
     if not ended.ok:
@@ -223,7 +224,7 @@ STEPS: dict[str, Callable[[KitRun], Any]] = {
     "probes": probes,
     "kernels": kernels,
     "correctness": correctness,
-    "streamed": streamed,
+    "streamed": run_streamed,
     "storage": storage,
     "rates": rates,
     "heat": heat,

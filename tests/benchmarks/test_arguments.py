@@ -48,7 +48,7 @@ def refused(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capfd:
 
 def test_every_command_has_the_shared_arguments() -> None:
     """No benchmark parses a folder or a device itself, except the workers that other benchmarks start."""
-    assert those_with("argparse.ArgumentParser(") == ["packages.one", "serving.design_pressure", "worker"]
+    assert those_with("argparse.ArgumentParser(") == ["exports.__main__", "packages.one", "serving.design_pressure", "worker"]
     assert len(OF_ZOO) > 12 and len(OF_DEVICE) > 12
 
 
@@ -78,7 +78,7 @@ def test_a_folder_without_models(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     absent = refused(name, ["--zoo", str(tmp_path / "absent")], monkeypatch, capfd)
-    assert "is not a folder; name the one that `flashmem zoo export` wrote models to" in absent
+    assert "is not a folder; name the one that `python -m benchmarks.exports` wrote models to" in absent
     device = ["--device", list_devices()[0].descriptor_name] if name in OF_DEVICE else []
     empty = refused(name, ["--zoo", str(tmp_path), *device], monkeypatch, capfd)
     assert str(tmp_path) in empty, empty

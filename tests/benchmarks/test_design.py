@@ -21,8 +21,8 @@ from flashmem.runtime.application.designs import DeviceState
 from flashmem.runtime.memory.pressure import sample
 from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.tools.design.application import Application, BroadObjective, Constraint, Measure, Processor, Task, Variant
-from flashmem.tools.design.metrics import Candidate, Profile, allowed
-from flashmem.tools.design.writer import Solved, described, solved
+from flashmem.tools.design.metrics import Candidate, Profile, is_allowed
+from flashmem.tools.design.writer import Solved, describe, solved
 from tests.support.paths import DATA
 
 
@@ -60,7 +60,7 @@ def answers() -> list[tuple[Application, list[Candidate], Solved]]:
             found.append((application, candidates, solved(application, candidates)))
         except UserError:
             assert all(
-                not allowed(one, application)
+                not is_allowed(one, application)
                 for one in itertools.product(*([c for c in candidates if c.task == t.name] for t in application.tasks))
             )
     assert len(found) > 20
@@ -92,7 +92,7 @@ def test_no_simpler_way_is_better_and_every_rule_has_a_state() -> None:
         for weighted_sum in (False, True):
             theirs = plain.unaware(application, candidates, found, weighted_sum=weighted_sum)
             assert theirs is None or theirs <= ours
-        designs = described(answer)
+        designs = describe(answer)
         ruled = {rule.design for rule in designs.policy}
         assert ruled == set(range(len(designs.designs))) == {designs.choose(DeviceState()), *states(designs)}
 

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import BundleError, UserError
-from flashmem.bundle.shape_variants import checked_variants, fitting, list_text, read_variants, stored_again
+from flashmem.bundle.shape_variants import checked_variants, find_variant, list_text, read_variants, stored_again
 from flashmem.bundle.validation import check_variants
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices
@@ -103,8 +103,8 @@ def test_a_name_that_comes_again_begins_the_next_variant() -> None:
 
 def test_the_variant_that_fits_exactly_is_found(bundles: dict[str, Bundle]) -> None:
     inputs = [variant.program.inputs for variant in bundles[IDS[0]].variants]
-    assert [fitting(inputs, drawn(shapes, 0)) for shapes in (SMALL, LARGE, ODD)] == [0, 1, None]
-    assert fitting(inputs, {"x": np.zeros((32, 64))}) == 1  # other inputs are drawn, or reported as missing
+    assert [find_variant(inputs, drawn(shapes, 0)) for shapes in (SMALL, LARGE, ODD)] == [0, 1, None]
+    assert find_variant(inputs, {"x": np.zeros((32, 64))}) == 1  # other inputs are drawn, or reported as missing
     assert list_text(inputs) == "x=4x64 y=4x40; x=32x64 y=32x40" and list_text(inputs[:1]) == "x=4x64 y=4x40"
 
 

@@ -1,4 +1,4 @@
-"""Writes the tiny models beside this file again: `python tests/data/regenerate.py [NAME...]` (needs the `zoo` extra).
+"""Writes the tiny models beside this file again, with PyTorch: `python tests/data/regenerate.py [NAME...]`.
 
 The files are the exporters' output without the stack traces of every node, which would be most of each file.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 
-from flashmem.tools.zoo.export import export
+from benchmarks.exports.export import export
 
 HERE = Path(__file__).parent
 

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from flashmem.interpreter.errors import OutsideError, UnknownTextError
-from flashmem.interpreter.launch import Written, interpreted
+from flashmem.interpreter.launch import Written, interpret_kernel
 
 
 def run(
@@ -22,7 +22,7 @@ def run(
         np.ascontiguousarray(each).view(np.uint8).reshape(1, -1) if isinstance(each, np.ndarray) else each for each in given
     ]
     groups = [(each,) for each in range(size // group)]
-    return interpreted(text, "k").run((size,), (group,), groups, arguments, 1)[-1]
+    return interpret_kernel(text, "k").run((size,), (group,), groups, arguments, 1)[-1]
 
 
 X = np.array([0.5, -1.25, 3.0, 7.5, -2.0, 0.0, 1.0e-3, 100.0], np.float32)
@@ -89,7 +89,9 @@ def test_textures() -> None:
     parameters = "__read_only image2d_t t, __global float4* y"
     texels = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
     text = f"__kernel void k({parameters}) {{ const int i = get_global_id(0); y[i] = read_imagef(t, (int2)(i, i / 4)); }}"
-    [found] = interpreted(text, "k").run((8,), (4,), [(0,), (1,)], [texels, outputs(count=32).view(np.uint8).reshape(1, -1)], 1)
+    [found] = interpret_kernel(text, "k").run(
+        (8,), (4,), [(0,), (1,)], [texels, outputs(count=32).view(np.uint8).reshape(1, -1)], 1
+    )
     expected = np.concatenate([texels[min(i // 4, 1), min(i, 2)] for i in range(8)])
     np.testing.assert_array_equal(found.elements[0], expected)
 
@@ -153,7 +155,7 @@ def test_two_work_items_that_write_one_place() -> None:
 def test_copies_have_memory_of_their_own() -> None:
     given = np.stack([X, 10 * X]).view(np.uint8).reshape(2, -1)
     text = "__kernel void k(__global const float* a, __global float* y) { y[get_global_id(0)] = a[7 - get_global_id(0)]; }"
-    [found] = interpreted(text, "k").run((8,), (4,), [(1,)], [given, np.zeros((2, 32), np.uint8)], 2)
+    [found] = interpret_kernel(text, "k").run((8,), (4,), [(1,)], [given, np.zeros((2, 32), np.uint8)], 2)
     np.testing.assert_array_equal(found.where, [[False] * 4 + [True] * 4] * 2)
     np.testing.assert_array_equal(found.elements[:, 4:], np.stack([X, 10 * X])[:, 3::-1])
 

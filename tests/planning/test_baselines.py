@@ -14,7 +14,7 @@ from flashmem.base.types import TransferMode
 from flashmem.planning.baselines import Baseline, WeightedOperator
 from flashmem.planning.latency.first_answer import first_plan
 from flashmem.planning.memory.layout import lay_out_pools
-from flashmem.planning.portfolio import fastest, fastest_within
+from flashmem.planning.portfolio import fastest_plan, fastest_within
 from flashmem.schedule.check import check
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan, PlannedWeight, PlanViolation, Strategy
@@ -140,7 +140,7 @@ def test_no_plan_is_faster_than_the_fastest_of_all(instance: Instance) -> None:
     for strategy in STRATEGIES[1:4]:
         baseline = Baseline(strategy, operators)
         inside = replace(instance, m_peak=max(1, baseline.smallest(instance, baseline.least_preload(instance))[0]))
-        plan, ours, used = baseline.plan(inside), first_plan(inside), fastest(inside, operators, frozenset())
+        plan, ours, used = baseline.plan(inside), first_plan(inside), fastest_plan(inside, operators, frozenset())
         resident = frozenset(w.name for w in plan.weights if w.preload)
         best = exhaustive.fastest(inside, resident)
         assert best is not None

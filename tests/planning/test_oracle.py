@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashmem.planning.latency.first_answer import first_plan, judged
+from flashmem.planning.latency.first_answer import first_plan, judge_first_answer
 from flashmem.planning.opg.lc_opg import solve
 from flashmem.program.tensors import Slice
 from flashmem.schedule.buffer_slots import staging_slots
@@ -92,7 +92,7 @@ def test_a_plan_made_in_less_memory_is_judged_in_what_was_given() -> None:
     instance = Instance(layers, weights, 3, 9, 1.5)
     small = first_plan(replace(instance, m_peak=6))
     assert small.status.startswith("optimal")
-    again = judged(instance, small)
+    again = judge_first_answer(instance, small)
     best = fastest(instance, frozenset())
     assert best is not None and again.bound <= best + 1e-9 < small.objective and again.status == "bounded"
 
@@ -119,7 +119,7 @@ def halves(planned: Sequence[tuple[Slice, PlannedWeight]]) -> tuple[tuple[int, .
 
 
 def too_sure(instance: Instance, plan: OverlapPlan) -> OverlapPlan:
-    return replace(judged(instance, plan), bound=1.01 * plan.objective)
+    return replace(judge_first_answer(instance, plan), bound=1.01 * plan.objective)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from flashmem.base.resources import names
 from flashmem.compiler.operators import REGISTRY
 from flashmem.planning.capacity.basis import Basis
 from flashmem.planning.capacity.choice import default_model
-from flashmem.planning.capacity.compiled import CompiledCode
+from flashmem.planning.capacity.family import SHARES, FamilyPredictor
 from flashmem.planning.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, kernel_features, launch_features
 from flashmem.planning.capacity.model import SECONDS, load_capacity
 from flashmem.planning.capacity.predictor import Predictor, ratio_within
@@ -191,7 +191,7 @@ def test_a_capacity_is_the_most_that_keeps_a_launch_within_its_class(name: str) 
     descriptor = load_descriptor(name)
     for path in descriptor.memory_paths:
         model = default_model(descriptor, path)
-        named = CompiledCode if descriptor.pipelines else Predictor if descriptor.capacity_model else Roofline
+        named = FamilyPredictor if descriptor.pipelines else Predictor if descriptor.capacity_model else Roofline
         assert isinstance(model, named)
         for family in ("matmul", "conv", "elementwise", "reduce_rows"):
             launch, weights = launch_of(_target(family, descriptor.on_path(path)))
@@ -205,10 +205,13 @@ def test_a_capacity_is_the_most_that_keeps_a_launch_within_its_class(name: str) 
                     continue
                 for amount in np.linspace(0, found, 33):
                     assert model.loaded_seconds(launch, weights, float(amount), mode) <= allowed * (1 + 1e-6)
+                last = MODES[mode].last_bandwidth(descriptor.rates)
                 most = (
                     MAX_RATIO * launch_features(launch, weights, path).own_bytes
                     if isinstance(model, Predictor)
-                    else allowed * MODES[mode].last_bandwidth(descriptor.rates)
+                    else SHARES[-1] * model.seconds(launch, weights) * last
+                    if isinstance(model, FamilyPredictor)
+                    else allowed * last
                 )
                 more = found + 1e-3 * most
                 assert more > most or model.loaded_seconds(launch, weights, more, mode) > allowed, (path, family, mode)

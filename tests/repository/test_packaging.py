@@ -159,7 +159,7 @@ def test_each_dependency_has_a_lower_bound() -> None:
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(line for lines in extras.values() for line in lines)]
     assert [line for line in wanted if ">=" not in line and not line.startswith("flashmem[")] == []
-    assert set(extras) == {"compile", "desktop", "demo", "test", "zoo", "bench", "gguf", "plots", "docs", "serve", "inputs"}
+    assert set(extras) == {"compile", "desktop", "demo", "test", "bench", "gguf", "plots", "docs", "serve", "inputs"}
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -41,7 +41,7 @@ def wait_for_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
 def descriptor_with_own_memory(folder: Path) -> str:
     """A file with PoCL's descriptor, with the modes of a device with memory of its own."""
     text = (resources.files("flashmem") / "devices" / "pocl.toml").read_text("utf-8")
-    text = re.sub(r"(?m)^(capacity_model|tuned) = .*\n", "", text)
+    text = re.sub(r"(?m)^(capacity_model|counted|tuned) = .*\n", "", text)
     path = folder / "apart.toml"
     text = re.sub(r"(?m)^buffer = .*$", 'buffer = ["dma", "interleave"]', text)
     path.write_text(re.sub(r"(shares_memory|uses_host_memory) = true", r"\1 = false", text))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.tools.zoo.models import find
+from benchmarks.exports.models import find
 from tests.support.paths import DATA
 
 EXPORTS: dict[str, tuple[str, dict[str, Any]]] = runpy.run_path(str(DATA / "regenerate.py"))["EXPORTS"]

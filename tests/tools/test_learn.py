@@ -17,7 +17,7 @@ from flashmem.cli.commands.run import run_model
 from flashmem.runtime.engine.report import Latency, MemoryUse, RunReport
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.loads import TimedInterval
-from flashmem.tools.learn import KEY, Learned, learn, observed
+from flashmem.tools.learn import KEY, Learned, learn, observe
 from tests.support.paths import DATA
 from tests.support.planning_instances import layers_of
 
@@ -80,7 +80,7 @@ def test_loads_of_several_threads_count_once(bundle: flashmem.Bundle) -> None:
     both = RunReport(
         report.latency, report.memory, (TimedInterval(names[0], 0.0, 2.0), TimedInterval(names[1], 1.0, 4.0)), report.layers
     )
-    assert observed(bundle, "map", [both]).load_bandwidth == pytest.approx((sizes[names[0]] + sizes[names[1]]) / 4.0)
+    assert observe(bundle, "map", [both]).load_bandwidth == pytest.approx((sizes[names[0]] + sizes[names[1]]) / 4.0)
 
 
 @pytest.mark.parametrize("mode", ["map", "interleave"])

@@ -195,9 +195,7 @@ class SweepCommand(OptionSet, CommandCall):
     runs: int = option(
         "Fresh processes for each measured point; the result is their median.", default=3, kind=Numeric("N", least=1)
     )
-    executor: str = option("Where points are simulated.", default="local", kind=Kind("local|dask|ray"))
-    address: str | None = option("Address of the cluster.", default=None, kind=Kind(), shown="as configured")
-    jobs: int | None = option("Local processes.", default=None, kind=Numeric("N", least=1), shown="half the cores")
+    jobs: int | None = option("Processes that simulate.", default=None, kind=Numeric("N", least=1), shown="half the cores")
 
     def run(self) -> None:
         """Compute the points that the file lacks."""
@@ -219,18 +217,19 @@ class ListZooCommand(OptionSet, CommandCall):
 
 
 class ExportZooCommand(OptionSet, CommandCall):
-    """Export one of the models with PyTorch (needs the zoo extra), and print the file's path.
+    """Write one of the models with random weights, and print the file's path.
 
-    Writes inputs.npz, an example of every input for `flashmem run --input`, and export.json, a record of the export.
+    Writes inputs.npz, an example of every input for `flashmem run --input`, beside it.
     """
 
     module = "flashmem.cli.commands.zoo"
 
     name: str = argument("A model, as `zoo list` names it.", kw_only=False, kind=Kind("NAME"))
     output: Path = option("Where model.onnx is written.", kind=File("DIR"), flags=("-o", "--output"))
-    size: int | None = option("In the unit of `zoo list`.", default=None, kind=Numeric("N", least=1), shown="the model's own")
+    size: int | None = option(
+        "Of its input, in the unit of `zoo list`.", default=None, kind=Numeric("N", least=1), shown="its own"
+    )
     seed: int = option("Seed of the weights.", default=0, kind=Numeric("N", least=0))
-    exporter: str = option("dynamo or legacy.", default="dynamo")
 
     def run(self) -> None:
         """Export, and print the path."""

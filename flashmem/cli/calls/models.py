@@ -158,9 +158,7 @@ class SimulateCommand(RunRequest, CommandCall):
 
     model: Path = argument(PLANNED, kw_only=False, kind=File("MODEL"))
     disk: Disk = option(DISK, default="cached", kind=choice(Disk))
-    timeline: Path | None = option(
-        "Work and memory over time: a page, or a .png figure (needs the plots extra).", default=None, kind=File("out.html")
-    )
+    timeline: Path | None = option("Page of work and memory over time (plots extra).", default=None, kind=File("out.html"))
     json: bool = option(JSON, default=False)
 
     def run(self) -> None:

@@ -37,7 +37,8 @@ def check_bundle(path: Path, *, as_json: bool) -> None:
     except BundleError:
         bundle_cache.forget(bundle.files)
         raise
-    nbytes, seconds = bundle.program.weights_bytes, time.perf_counter() - begun
+    nbytes = bundle.program.weights_bytes
+    seconds = time.perf_counter() - begun
     slices = len({part.name for variant in bundle.variants for part in variant.program.slices})
     if as_json:
         shapes = [port_shapes(variant.program.inputs) for variant in bundle.variants]
@@ -69,7 +70,8 @@ def replan_bundle(path: Path, budget: int, output: Path | None) -> Path:
 def list_cache(*, as_json: bool) -> None:
     """Print the bundles in the cache, most recently used first, and the size of the compiled kernels."""
     known = bundle_cache.entries()
-    total, limit = sum(entry.nbytes for entry in known), bundle_cache.limit()
+    total = sum(entry.nbytes for entry in known)
+    limit = bundle_cache.limit()
     programs = ProgramCache()
     count, nbytes = programs.size()
     if as_json:
@@ -79,7 +81,7 @@ def list_cache(*, as_json: bool) -> None:
         emit_json({"folder": folder, "bytes": total, "limit_bytes": limit, "bundles": bundles, "programs": kernels})
         return
     if known:
-        rows = [(entry.path.name, entry.model, format_size(entry.nbytes), _used(entry)) for entry in known]
+        rows = [(entry.path.name, entry.model, format_size(entry.nbytes), _last_use(entry)) for entry in known]
         print_table(("bundle", "model", "size", "last used"), rows)
     print(f"{len(known)} bundles, {format_size(total)} of at most {format_size(limit)}, in {bundle_cache.folder()}")
     print(f"{count} compiled kernels, {format_size(nbytes)} of at most {format_size(programs.limit())}, in {programs.folder}")
@@ -103,7 +105,7 @@ def _clear_templates() -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _used(entry: Entry) -> str:
+def _last_use(entry: Entry) -> str:
     when = datetime.fromtimestamp(entry.used).isoformat(" ", "minutes") if entry.used else "damaged"
     return f"{when}, open now" if entry.is_open else when
 

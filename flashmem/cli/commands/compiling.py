@@ -106,7 +106,7 @@ def compile_here(call: CompileCommand) -> Bundle:
     with listed, progress(title) as report, process.explained() if process else nullcontext():
         bundle = compile_model(**call.given_as(CompileCall).given, progress=report)
     if call.quantize is not None:
-        say(_quantised(bundle.meta["quantised"]))
+        say(_describe_quantization(bundle.meta["quantised"]))
     if others := bundle.meta.get("states_in_half"):
         say(f"states in half, as they are no caches of keys or values that attention alone reads: {', '.join(others)}")
     return bundle
@@ -121,7 +121,7 @@ def _drivers_listed() -> AbstractContextManager[None]:
     return listed_meanwhile()
 
 
-def _quantised(weights: Sequence[Mapping[str, Any]]) -> str:
+def _describe_quantization(weights: Sequence[Mapping[str, Any]]) -> str:
     """One sentence about the quantised weights of a bundle and their errors."""
     parts = []
     for bits in sorted({weight["bits"] for weight in weights}):
@@ -219,5 +219,6 @@ def open_bundle(
 
 _LAST_SECONDS = 10
 
-_OPENED, _STEP = 8 << 20, 4 << 20
+_OPENED = 8 << 20
+_STEP = 4 << 20
 """Bytes that an opened bundle and the inputs of a run take, and the step in which a process's memory counts."""

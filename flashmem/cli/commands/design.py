@@ -12,7 +12,7 @@ from flashmem.cli.output.console import emit_json, print_facts, print_table
 from flashmem.runtime.application.designs import Designs, SwitchingRule
 from flashmem.tools.design.application import Application, BroadObjective, read_application
 from flashmem.tools.design.profiles import Profiling, candidates
-from flashmem.tools.design.writer import Solved, described, solved, write
+from flashmem.tools.design.writer import Solved, describe, solved, write
 
 
 def design_application(options: DesignCommand) -> None:
@@ -26,7 +26,7 @@ def design_application(options: DesignCommand) -> None:
     found = list(candidates(application, Profiling(options.runs, options.simulated, options.seed), say))
     answer = solved(application, found)
     if options.output is None:
-        designs = described(answer)
+        designs = describe(answer)
     else:
         designs = write(answer, options.output, here=not options.simulated, progress=say)
     if options.json:

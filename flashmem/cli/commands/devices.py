@@ -26,7 +26,8 @@ def show_devices(*, as_json: bool) -> None:
     Raises:
         NoDeviceError: no device.
     """
-    chosen, found = find_device(), list_devices()
+    chosen = find_device()
+    found = list_devices()
     for failure in driver_failures():
         say(failure)
     described = [_describe(index, device, device is chosen) for index, device in enumerate(found)]

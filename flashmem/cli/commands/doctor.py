@@ -109,7 +109,8 @@ def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]
     descriptor = descriptor_for(device)
     print(f"\n{number}  {device.platform}: {device.name}, driver {device.driver_version}")
     shared = "shared with the host" if device.unified_memory else "not shared"
-    whole, most = format_size(device.global_memory_bytes), format_size(device.max_alloc_bytes)
+    whole = format_size(device.global_memory_bytes)
+    most = format_size(device.max_alloc_bytes)
     print(f"     {'memory':<22} {whole} {shared}, {most} at a time")
     if device.has_images:
         over = (

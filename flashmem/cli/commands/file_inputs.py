@@ -47,9 +47,9 @@ class MadeInputs:
 
     def classes(self, outputs: dict[str, NDArray[Any]]) -> Classes | None:
         """The likeliest classes, None if the outputs are not those of a classifier."""
-        from flashmem.tools.inputs.classes import Labels, likeliest
+        from flashmem.tools.inputs.classes import Labels, likeliest_classes
 
-        return likeliest(outputs, Labels(**self.labels))
+        return likeliest_classes(outputs, Labels(**self.labels))
 
 
 @contextmanager

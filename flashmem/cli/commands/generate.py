@@ -75,7 +75,8 @@ def _converse(generator: Generator, messages: list[Message], options: GenerateCo
     """Answer the prompt and, in a chat, each line of stdin: it goes on after an answer that Ctrl-C ended, and after an error
     that only one message has.
     """
-    dialogue, is_chat = Dialogue(generator, messages), options.chat or prompt is None
+    dialogue = Dialogue(generator, messages)
+    is_chat = options.chat or prompt is None
     given = [] if prompt is None else [prompt]
     for line in chain(given, _lines() if is_chat else ()):
         answer = dialogue.ask(line, speculate=options.speculate, **_text_options(options))
@@ -197,7 +198,8 @@ def _answer(
         answer.close()
         if pieces and not options.json:
             print(flush=True)
-    text, report = "".join(pieces), generator.last
+    text = "".join(pieces)
+    report = generator.last
     assert report is not None
     if options.json:
         emit_json({"text": text, **asdict(report)})

@@ -200,7 +200,8 @@ def _launches(program: Program) -> dict[str, str]:
 
 
 def _file(program: Program) -> str:
-    raw, padded = raw_bytes(program), program.weights_bytes
+    raw = raw_bytes(program)
+    padded = program.weights_bytes
     return f"{format_size(padded)}, {format_size(raw)} without padding ({padded / raw - 1:.2%})"
 
 
@@ -226,8 +227,10 @@ def _smallest_text(smallest: SmallestBudget | None) -> dict[str, str]:
 
 
 def _as_json(shown: Shown, show_all: bool) -> dict[str, Any]:
-    plan, order = shown.plan, shown.program.order
-    rows, because = layer_rows(plan, shown.program), why(plan, shown.program)
+    plan = shown.plan
+    order = shown.program.order
+    rows = layer_rows(plan, shown.program)
+    because = why(plan, shown.program)
     data = {
         "model": shown.title,
         "device": shown.device,
@@ -275,7 +278,8 @@ def _kernels(program: Program) -> dict[str, int]:
 
 def _print(shown: Shown, show_all: bool) -> None:
     plan = shown.plan
-    rows, because = layer_rows(plan, shown.program), why(plan, shown.program)
+    rows = layer_rows(plan, shown.program)
+    because = why(plan, shown.program)
     total = sum(weight.nbytes for weight in plan.weights)
     preloaded = sum(weight.nbytes for weight in plan.weights if weight.preload)
     most = max((row.in_flight_bytes for row in rows), default=0)
@@ -335,7 +339,8 @@ def _layer_cells(rows: list[LayerRow], *, grouped: bool) -> list[tuple[object, .
     cells: list[tuple[object, ...]] = []
     for _, run in groupby(rows, key=lambda row: (row.operators, row.operator_class) if grouped else row.layer):
         group = list(run)
-        first, last = group[0], group[-1]
+        first = group[0]
+        last = group[-1]
         launches = f" in {len(group)} launches" if len(group) > 1 else ""
         name = re.sub(r"\[\d+\]$", "", first.name) if len(group) > 1 else first.name
         tail = [operator for operator in first.operators if operator != name]

@@ -58,6 +58,7 @@ def steady_text(rows: list[SteadyRow]) -> dict[str, str]:
 
 def _tile(launch: Launch) -> str:
     """A kernel config in the descriptor's terms: outputs of a work-item, work-items of a group, parts of the depth."""
-    shape, group = launch.shape, launch.local_size or ()
+    shape = launch.shape
+    group = launch.local_size or ()
     parts = f" in {shape.slice_k} parts" if shape.slice_k > 1 else ""
     return f"{shape.tile_rows} x {shape.tile_columns} by {'x'.join(map(str, group))}{parts}"

@@ -32,7 +32,8 @@ def profile_device(call: ProfileCommand) -> Path:
 
 
 def _check_output(call: ProfileCommand) -> None:
-    name, output = call.name, call.output
+    name = call.name
+    output = call.output
     if name and not name.replace("-", "").replace("_", "").isalnum():
         raise UserError(f"--name {name!r} cannot be a file's name; use letters, digits, '-' and '_'")
     if output.exists() and not output.is_dir():

@@ -67,7 +67,7 @@ def play_queue(options: QueueCommand) -> None:
     if options.plot is not None:
         from flashmem.tools.plots.queue import draw_queue
 
-        rows = {"one budget": over_time, "each model preloaded": _preloaded(bundles, requests, options.device)}
+        rows = {"one budget": over_time, "each model preloaded": _memory_when_preloaded(bundles, requests, options.device)}
         draw_queue(options.plot, rows, report["budget_bytes"])
     if options.json:
         emit_json(report)
@@ -109,7 +109,8 @@ def read_trace(path: Path, names: Sequence[str], seed: int) -> list[TimedRequest
         at = names.index(model) if model in names else model
         if type(at) is not int or not 0 <= at < len(names):
             raise UserError(f"{path}: request {number} is for {model!r}; name one of: {', '.join(names)}")
-        when, chosen = row.get("at", 0.0), row.get("seed", seed)
+        when = row.get("at", 0.0)
+        chosen = row.get("seed", seed)
         if type(when) not in (int, float) or not 0 <= when < float("inf") or type(chosen) is not int or chosen < 0:
             raise UserError(f"{path}: request {number} has no sensible time or seed; {how}")
         requests.append(TimedRequest(at, float(when), chosen))
@@ -124,7 +125,8 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def _alone(bundle: Bundle, options: QueueCommand, runs: int) -> float:
     """The average latency in seconds of a model that uses the whole budget."""
     with Runtime(options.budget, device=options.device, host_budget=options.host_budget) as runtime:
-        model, seconds = runtime.open(bundle), []
+        model = runtime.open(bundle)
+        seconds = []
         for number in range(runs):
             inputs = complete_inputs(bundle.program, {}, options.seed + number)
             begun = time.perf_counter()
@@ -138,7 +140,8 @@ def _play(
 ) -> tuple[list[Answer], list[tuple[float, int]], int]:
     with Runtime(options.budget, device=options.device, host_budget=options.host_budget) as runtime:
         models = [runtime.open(bundle) for bundle in bundles]
-        answers, begun = [], time.perf_counter()
+        answers = []
+        begun = time.perf_counter()
         for request in requests:
             inputs = complete_inputs(bundles[request.model].program, {}, request.seed)
             time.sleep(max(0.0, request.at - (time.perf_counter() - begun)))
@@ -191,9 +194,10 @@ def _report(
     }
 
 
-def _preloaded(bundles: Sequence[Bundle], requests: Sequence[TimedRequest], device: str) -> list[tuple[float, int]]:
+def _memory_when_preloaded(bundles: Sequence[Bundle], requests: Sequence[TimedRequest], device: str) -> list[tuple[float, int]]:
     """Memory over time if each model is fully loaded for its request, and freed before the next request."""
-    begun, over_time = time.perf_counter(), list[tuple[float, int]]()
+    begun = time.perf_counter()
+    over_time = list[tuple[float, int]]()
     session: Session | None = None
     last = -1
     try:
@@ -202,7 +206,8 @@ def _preloaded(bundles: Sequence[Bundle], requests: Sequence[TimedRequest], devi
                 if session is not None:
                     session.close()
                     over_time.append((time.perf_counter() - begun, 0))
-                session, last = Session(bundles[request.model], device=device, strategy="preload"), request.model
+                session = Session(bundles[request.model], device=device, strategy="preload")
+                last = request.model
             assert session is not None
             session.run(None, complete_inputs(bundles[request.model].program, {}, request.seed))
             report = session.last_run

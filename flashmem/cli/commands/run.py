@@ -25,7 +25,7 @@ from flashmem.cli.commands.compiling import open_bundle, within_process
 from flashmem.cli.commands.file_inputs import MadeInputs, made_inputs
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.trace import write_trace
-from flashmem.cli.output.console import emit_json, print_facts, waiting
+from flashmem.cli.output.console import emit_json, print_facts, show_spinner
 from flashmem.runtime.engine.inputs import check_input_file, complete_inputs, read_inputs, stored_arrays, write_outputs
 from flashmem.runtime.engine.report import HostMemoryUse, RunReport, process_rss
 from flashmem.runtime.opencl.discovery import use_one_device
@@ -97,7 +97,7 @@ def _run_with(options: RunCommand, made: MadeInputs | None) -> None:
     before = process_rss() or 0
     bundle = open_bundle(model, options, build=options.build, process=process)
     if files and not (is_bundle(model) and any(options.shapes)):
-        bundle = _fitting(bundle, files)
+        bundle = _select_variant(bundle, files)
     if made is not None:
         made.check(bundle.program.outputs)
 
@@ -148,7 +148,7 @@ def _lowest_precision(bundle: Bundle) -> Precision | StatePrecision:
     return "int8" if bundle.meta.get("state_precision") == "int8" else bundle.program.lowest_precision
 
 
-def _fitting(bundle: Bundle, files: Sequence[Path]) -> Bundle:
+def _select_variant(bundle: Bundle, files: Sequence[Path]) -> Bundle:
     """The bundle with the shape variant for the arrays in the files selected. Raises UserError if no variant fits."""
     if len(bundle.variants) == 1:
         return bundle
@@ -163,7 +163,8 @@ class HandedOver(Mapping[str, NDArray[Any]]):
     """Inputs that a run can take over, to free them while launches run. They are created again for the next run."""
 
     def __init__(self, make: Callable[[], dict[str, NDArray[Any]]]) -> None:
-        self._make, self._arrays = make, make()
+        self._make = make
+        self._arrays = make()
         self._names = tuple(self._arrays)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -184,7 +185,7 @@ def _run(bundle: Bundle, inputs: HandedOver, options: RunCommand, *, opened: int
         asked.pop("budget", None)  # a model compiled now has it in the bundle
     reports = []
     with (
-        waiting("preparing kernels and running", quiet=options.json),
+        show_spinner("preparing kernels and running", quiet=options.json),
         Session(bundle, **asked) as session,
     ):
         for _ in range(options.repeat):
@@ -209,7 +210,9 @@ def _draw_timeline(path: Path, outcome: Outcome, device: str) -> None:
     from flashmem.tools.simulation.scenario import describe
     from flashmem.tools.simulation.simulator import simulate
 
-    bundle, mode, strategy = outcome.bundle, outcome.transfer_mode, cast(Strategy, outcome.strategy)
+    bundle = outcome.bundle
+    mode = outcome.transfer_mode
+    strategy = cast(Strategy, outcome.strategy)
     descriptor = find_descriptor(device, own=bundle.descriptor)
     memory = outcome.reports[0].memory
     host = None if memory.host is None else memory.host.budget_bytes
@@ -275,7 +278,9 @@ def _warm(later: Sequence[RunReport]) -> float:
 
 def _print(outcome: Outcome, options: RunCommand, verification: Verification | None) -> None:
     first, *later = outcome.reports
-    plan, memory, latency = outcome.bundle.plan, first.memory, first.latency
+    plan = outcome.bundle.plan
+    memory = first.memory
+    latency = first.latency
     peak = max(report.memory.peak_bytes for report in outcome.reports)
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
     process = ""
@@ -330,7 +335,8 @@ def _host_memory(host: HostMemoryUse, later: Sequence[RunReport]) -> str:
     text += f" of {format_size(host.budget_bytes)}"
     if not later:
         return text
-    loaded, copied = later[-1].loaded_bytes, later[-1].host_tier_bytes
+    loaded = later[-1].loaded_bytes
+    copied = later[-1].host_tier_bytes
     return f"{text}; a later run loads {format_size(loaded)} of weights, {format_size(copied)} of them from there"
 
 

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from flashmem.base.errors import UserError
-from flashmem.base.files import check_target
 from flashmem.base.types import TransferMode
 from flashmem.base.units import format_size
 from flashmem.bundle.bundle import Bundle
@@ -30,9 +28,9 @@ from flashmem.runtime.request.options import (
 )
 from flashmem.schedule.host_tier import reloaded, tier_bytes
 from flashmem.schedule.plan import OverlapPlan
-from flashmem.schedule.residency import Strategy, preloaded, session_bytes
+from flashmem.schedule.residency import Strategy, preload_all, session_bytes
 from flashmem.target.descriptor import DeviceDescriptor
-from flashmem.tools.plots.figure import model_name, require_matplotlib
+from flashmem.tools.plots.figure import model_name
 from flashmem.tools.simulation.scenario import describe, layout_for
 from flashmem.tools.simulation.simulator import Prediction, simulate
 from flashmem.tools.timeline.page import check_page
@@ -78,38 +76,18 @@ def simulate_model(options: SimulateCommand) -> None:
         UserError: a file or an option is invalid.
     """
     if options.timeline is not None:
-        _check_timeline(options.timeline)
+        check_page(options.timeline, "--timeline")  # before the model is compiled
     subject = _subject(options)
     strategy = choose_strategy(subject.plan, options.strategy)
     # A plan made now already has the budget; an existing bundle is simulated with this one.
     budget = options.budget if is_bundle(options.model) else None
     simulated = _simulate(subject, options.mode, budget, strategy, options)
     if options.timeline is not None:
-        _draw(options.timeline, simulated.prediction, _title(simulated, options))
+        write_prediction(options.timeline, _title(simulated, options), simulated.prediction)
     if options.json:
         emit_json(prediction_json(simulated, options))
     else:
         _print(simulated, options)
-
-
-def _check_timeline(path: Path) -> None:
-    """Raise UserError if `path` cannot become a timeline. Called before the model is compiled."""
-    if path.suffix == ".png":
-        check_target(path, "--timeline")
-        require_matplotlib()
-    elif path.suffix == ".html":
-        check_page(path, "--timeline")
-    else:
-        raise UserError(f"--timeline {path}: end its name in .html for a page, or in .png for a figure")
-
-
-def _draw(path: Path, prediction: Prediction, title: str) -> None:
-    if path.suffix == ".png":
-        from flashmem.tools.plots.timeline import draw_timeline
-
-        draw_timeline(path, prediction, title=title)
-    else:
-        write_prediction(path, title, prediction)
 
 
 def _subject(options: SimulateCommand) -> _Subject:
@@ -123,10 +101,12 @@ def _subject(options: SimulateCommand) -> _Subject:
 
 
 def _simulate(subject: _Subject, mode: str, budget: int | None, strategy: Strategy, options: SimulateCommand) -> _Simulated:
-    program, plan, descriptor = subject.program, subject.plan, subject.descriptor
+    program = subject.program
+    plan = subject.plan
+    descriptor = subject.descriptor
     chosen = choose_mode(descriptor, mode, path=program.memory_path, planned=subject.mode, strategy=strategy)
     layout = layout_for(program, plan, chosen, strategy, shares_memory=descriptor.shares_memory)
-    again = sum(map(tier_bytes, reloaded([(preloaded(plan) if strategy == "preload" else plan, program.slices)])))
+    again = sum(map(tier_bytes, reloaded([(preload_all(plan) if strategy == "preload" else plan, program.slices)])))
     on_host = layout.ring_bytes + host_bytes(program)
     host = choose_host_budget(
         options.host_budget, on_host, again, mode=chosen, shares_memory=descriptor.shares_memory, here=False
@@ -141,8 +121,10 @@ def _simulate(subject: _Subject, mode: str, budget: int | None, strategy: Strate
 
 def prediction_json(simulated: _Simulated, options: SimulateCommand) -> dict[str, Any]:
     """The JSON object of the prediction, with the keys of `flashmem run` that a prediction has."""
-    prediction, program = simulated.prediction, simulated.subject.program
-    latency, memory = prediction.report.latency, prediction.report.memory
+    prediction = simulated.prediction
+    program = simulated.subject.program
+    latency = prediction.report.latency
+    memory = prediction.report.memory
     seconds = {"integrated": latency.integrated, "init": latency.init, "exec": latency.exec, "warm": prediction.later}
     return {
         "simulated": True,
@@ -174,8 +156,10 @@ def _title(simulated: _Simulated, options: SimulateCommand) -> str:
 
 
 def _print(simulated: _Simulated, options: SimulateCommand) -> None:
-    prediction, descriptor = simulated.prediction, simulated.subject.descriptor
-    latency, memory = prediction.report.latency, prediction.report.memory
+    prediction = simulated.prediction
+    descriptor = simulated.subject.descriptor
+    latency = prediction.report.latency
+    memory = prediction.report.memory
     budget = "no budget" if memory.budget_bytes is None else f"budget {format_size(memory.budget_bytes)}"
     if (host := memory.host) is not None:
         of = "" if host.budget_bytes is None else f" of {format_size(host.budget_bytes)}"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import as_completed
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import groupby
 from typing import get_args
 
@@ -17,7 +21,6 @@ from flashmem.cli.calls.devices import SweepCommand
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import ProgressCallback, progress
 from flashmem.request.limits import Limits
-from flashmem.tools.sweep.executors import EXECUTORS, default_jobs, executor
 from flashmem.tools.sweep.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.tools.sweep.results import ResultFile, read_rows
 from flashmem.tools.zoo.names import architecture
@@ -27,10 +30,6 @@ def grid_of(options: SweepCommand) -> Grid:
     """The axes of the grid. Raises UserError for invalid text."""
     if options.m_peak is None and options.budget is None:
         raise UserError("a sweep needs limits; give --m-peak 64MB,128MB,... or --budget 64MB,128MB,...")
-    if options.executor not in EXECUTORS:
-        raise UserError(f"--executor {options.executor!r} is unknown; name one of: {', '.join(EXECUTORS)}")
-    if options.measured and options.executor != "local":
-        raise UserError("--measured runs on a device of this machine; leave --executor out")
     for model in options.models:
         if architecture(model) is None and not model.exists():
             raise MissingFileError(f"{model}: no such file; name an .onnx model, a bundle, or zoo:NAME")
@@ -135,7 +134,7 @@ def _simulate(work: _Work, options: SweepCommand) -> None:
     from flashmem.tools.sweep.points import simulated
     from flashmem.tools.sweep.subjects import subject_of
 
-    with executor(options.executor, jobs=options.jobs or default_jobs(), address=options.address) as pool:
+    with _processes(options.jobs or max(1, (os.cpu_count() or 1) // 2)) as pool:  # the solver has threads of its own
         for name, points in work.groups():
             work.begin(name)
             subject = subject_of(points[0])
@@ -147,10 +146,16 @@ def _simulate(work: _Work, options: SweepCommand) -> None:
                     "a process of the pool was ended from outside, for lack of memory perhaps; finished points are kept, "
                     "so run the sweep again, with fewer --jobs"
                 ) from error
-            except ModuleNotFoundError as error:
-                raise RunError(
-                    f"a worker has no module {error.name}; install flashmem with its `compile` extra where the cluster runs"
-                ) from error
+
+
+@contextmanager
+def _processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool that forgets what has not begun when the body fails. Spawned, not forked: this process has threads."""
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _measure(work: _Work, runs: int) -> list[str]:

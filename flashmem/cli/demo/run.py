@@ -25,7 +25,7 @@ from flashmem.base.units import format_size
 from flashmem.cli.commands.compiling import compile_apart
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.demo import ocr
-from flashmem.cli.output.console import out, print_table, waiting
+from flashmem.cli.output.console import out, print_table, show_spinner
 from flashmem.request.request import BundleRequest
 from flashmem.runtime.session import Session
 
@@ -46,7 +46,9 @@ PAGE = (
 
 _INPUT = "x"  # of both networks
 _BUDGET = "50MB"
-_PAPER, _INK, _MARGIN = (250, 247, 240), (30, 30, 40), 40
+_PAPER = (250, 247, 240)
+_INK = (30, 30, 40)
+_MARGIN = 40
 
 
 @dataclass
@@ -70,7 +72,8 @@ def draw_page(lines: Sequence[tuple[int, str]] = PAGE) -> Image:
 
     height = 2 * _MARGIN + sum(round(size * 1.6) for size, _ in lines)
     page = Image.new("RGB", (ocr.DETECTOR_SHAPE[3], height), _PAPER)
-    draw, top = ImageDraw.Draw(page), _MARGIN
+    draw = ImageDraw.Draw(page)
+    top = _MARGIN
     for size, text in lines:
         draw.text((_MARGIN, top), text, font=ImageFont.load_default(size), fill=_INK)
         top += round(size * 1.6)
@@ -111,10 +114,10 @@ def run_demo(image: Path | None, *, budget: int | None, device: str) -> None:
     ]
     alphabet = ocr.read_alphabet(models.recogniser)
     started = time.perf_counter()
-    with waiting("finding the lines", quiet=False), Session(bundles[0], device=device) as session:
+    with show_spinner("finding the lines", quiet=False), Session(bundles[0], device=device) as session:
         detector = Counted(session)
         found = ocr.find_lines(np.asarray(page), detector)
-    with waiting("reading the lines", quiet=False), Session(bundles[1], device=device) as session:
+    with show_spinner("reading the lines", quiet=False), Session(bundles[1], device=device) as session:
         recogniser = Counted(session)
         lines = ocr.read_lines(np.asarray(page), found, recogniser, alphabet)
     seconds = time.perf_counter() - started

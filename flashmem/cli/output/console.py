@@ -65,7 +65,7 @@ def print_facts(facts: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def waiting(what: str, *, quiet: bool) -> Iterator[None]:
+def show_spinner(what: str, *, quiet: bool) -> Iterator[None]:
     """Show a spinner on stderr while the body runs, if stderr is a terminal and not `quiet`."""
     if quiet or not sys.stderr.isatty() or not _has_rich():
         yield

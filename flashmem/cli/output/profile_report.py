@@ -67,7 +67,9 @@ def _print_parts(parts: Sequence[HeldOut]) -> list[str]:
         for kind, chosen in subsets:
             if not chosen:
                 continue
-            raw, ours, plain = errors(chosen, "predicted", raw=True), errors(chosen, "predicted"), errors(chosen, "roofline")
+            raw = errors(chosen, "predicted", raw=True)
+            ours = errors(chosen, "predicted")
+            plain = errors(chosen, "roofline")
             numbers = (f"{f(e):.1%}" for e in (raw, ours, plain) for f in (mean, median))
             lines.append((part.what, part.alike, kind, len(chosen), *numbers))
             if mean(ours) > mean(plain) or median(ours) > median(plain):
@@ -82,7 +84,8 @@ def _print_parts(parts: Sequence[HeldOut]) -> list[str]:
 
 def _print_capacities(parts: Sequence[HeldOut]) -> list[str]:
     """Print the share of C_l within 25 % of the measured ones; returns the failed requirements."""
-    lines, verdicts = [], []
+    lines = []
+    verdicts = []
     for part in parts:
         pairs = [[(c.measured, getattr(c, which)) for c in part.capacities] for which in ("predicted", "roofline")]
         values = [agreement(found, chunk) for chunk in (None, CHUNK) for found in pairs]

@@ -43,7 +43,8 @@ def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt
     Raises:
         BudgetError: even the smallest slices do not fit; the error names the smallest budget of all attempts.
     """
-    attempts, objective = _Attempts(pipeline, limits), objective_of(limits.resolved_objective)
+    attempts = _Attempts(pipeline, limits)
+    objective = objective_of(limits.resolved_objective)
     if _later_runs_count(pipeline, limits):
         if (found := _for_later_runs(attempts, limits)) is not None:
             return found
@@ -52,7 +53,8 @@ def first_attempt(pipeline: Pipeline, limits: Limits) -> tuple[Pipeline, Attempt
         worse = 0
         for sized, tried in attempts:
             if best is None or objective.is_better(tried.plan, best[1].plan, WORTH):
-                best, worse = (sized, tried), 0
+                best = (sized, tried)
+                worse = 0
                 continue
             worse += 1
             if worse > objective.patience:
@@ -75,12 +77,16 @@ class _Attempts:
     """
 
     def __init__(self, pipeline: Pipeline, limits: Limits) -> None:
-        self._pipeline, self._limits = pipeline, limits
+        self._pipeline = pipeline
+        self._limits = limits
         self.refused: BudgetError | None = None
         self.best: float | None = None
 
     def __iter__(self) -> Iterator[tuple[Pipeline, Attempt]]:
-        before, largest, weights_bytes, fits = Slicing(most=None), 0, 0, False
+        before = Slicing(most=None)
+        largest = 0
+        weights_bytes = 0
+        fits = False
 
         def attempts(sizes: Iterable[Slicing]) -> Iterator[tuple[Pipeline, Attempt]]:
             nonlocal before, largest, weights_bytes, fits
@@ -90,7 +96,8 @@ class _Attempts:
                 before = slicing
                 pipeline = replace(self._pipeline, slicing=slicing)
                 generated = pipeline.generate()
-                largest, weights_bytes = _largest(generated.program), generated.program.weights_bytes
+                largest = _largest(generated.program)
+                weights_bytes = generated.program.weights_bytes
                 if self.best is not None:
                     instance = pipeline.instance(generated.program)
                     if not _may_be_faster(instance, generated.program, self._limits, self.best):

@@ -85,7 +85,8 @@ def plan_grouped(
 
 def _best(pipeline: Pipeline) -> Attempt:
     """The attempt with the slices and splits that are best under the limits, and its completed plan."""
-    limits, graph = pipeline.options.request, pipeline.grouped.graph
+    limits = pipeline.options.request
+    graph = pipeline.grouped.graph
     pipeline, first = first_attempt(pipeline, limits)
     best = refine(pipeline, first, limits, pipeline.options.mode)
     best = replace(best, plan=pipeline.completed(replace(best, instance=pipeline.instance(best.generated.program))))

@@ -16,7 +16,8 @@ from flashmem.compiler.options import Options
 from flashmem.compiler.stages.pipeline import GroupedGraph, Pipeline
 from flashmem.program.program import fixed_bytes
 
-PROMPT, ANSWER = 512, 128
+PROMPT = 512
+ANSWER = 128
 """Tokens of the prompt and of the answer for which a longer run must pay."""
 
 WORTH_SECONDS = 0.1
@@ -47,7 +48,8 @@ class RunCost:
 
 def cost_of(grouped: GroupedGraph, options: Options) -> RunCost:
     """Predict a run of a graph, as compiled without a plan."""
-    limits, pipeline = options.request, Pipeline.of(grouped, options)
+    limits = options.request
+    pipeline = Pipeline.of(grouped, options)
     program = pipeline.generate().program
     instance = pipeline.instance(program)
     compute = sum(layer.seconds for layer in instance.layers)
@@ -63,7 +65,9 @@ def longer_run(costs: dict[int, RunCost], longest: int, cost: Callable[[int], Ru
         longest: tokens that the cache holds.
         cost: predicts a run of so many tokens. It is called for those that may pay, as their computing goes on to grow.
     """
-    one, few, known = costs[1], costs[CHECKED_TOKENS], costs[PROMPT_TOKENS]
+    one = costs[1]
+    few = costs[CHECKED_TOKENS]
+    known = costs[PROMPT_TOKENS]
     each = max(0.0, known.compute - few.compute) / (PROMPT_TOKENS - CHECKED_TOKENS)
 
     def prompt(run: RunCost, tokens: int) -> float:
@@ -76,14 +80,16 @@ def longer_run(costs: dict[int, RunCost], longest: int, cost: Callable[[int], Ru
         saved = prompt(known, PROMPT_TOKENS) - prompt(run, tokens)
         return saved >= WORTH_SECONDS and total(run, tokens) < before
 
-    best, chosen = total(known, PROMPT_TOKENS), None
+    best = total(known, PROMPT_TOKENS)
+    chosen = None
     for tokens in LONG_RUNS:
         grown = replace(known, compute=known.compute + each * (tokens - PROMPT_TOKENS))
         if tokens > longest or not pays(grown, tokens, best):
             continue
         made = cost(tokens)
         if pays(made, tokens, best):
-            best, chosen = total(made, tokens), tokens
+            best = total(made, tokens)
+            chosen = tokens
     return chosen
 
 

@@ -83,7 +83,9 @@ def _reserved(graphs: Sequence[GroupedGraph], variants: Sequence[Options]) -> Re
     """What all variants of a model with states reserve: the most of each. So a session alternates in the same memory."""
     if len(graphs) == 1 or not graphs[0].graph.states:
         return NOTHING_RESERVED
-    earlier, arenas, constants = NOTHING_STORED, list[int](), list[int]()
+    earlier = NOTHING_STORED
+    arenas = list[int]()
+    constants = list[int]()
     for index in _largest_first(graphs):
         made = Pipeline.of(graphs[index], variants[index], earlier=earlier).generate()
         arenas.append(made.program.arena_bytes)
@@ -109,7 +111,9 @@ def plan_variants(
     Raises:
         BudgetError: a variant does not fit the budget. It names the smallest budget that works for all.
     """
-    graphs, variants, earlier = read.graphs, read.options, NOTHING_STORED
+    graphs = read.graphs
+    variants = read.options
+    earlier = NOTHING_STORED
     options = variants[0]
     made: dict[int, CompiledVariant] = {}
     for index in _largest_first(graphs):
@@ -133,7 +137,8 @@ def plan_variants(
 
 def _keeping_the_same(made: Mapping[int, CompiledVariant], options: Options) -> dict[int, CompiledVariant]:
     """The variants, planned together where that lets a session change between them without loading weights again."""
-    descriptor, mode = options.descriptor, options.mode
+    descriptor = options.descriptor
+    mode = options.mode
     programs = [(each.generated.program, each.plan) for each in made.values()]
     found = {}
     for (index, each), plan in zip(made.items(), planned_together(programs, descriptor, mode, options.request), strict=True):

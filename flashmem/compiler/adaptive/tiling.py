@@ -56,7 +56,8 @@ class Patches:
     """
 
     def __init__(self, fused: FusedGraph, descriptor: DeviceDescriptor, precision: Precision) -> None:
-        self.groups, self.aliases = fused.groups, AliasAnalysis(fused.graph, half=precision == "fp16")
+        self.groups = fused.groups
+        self.aliases = AliasAnalysis(fused.graph, half=precision == "fp16")
         self.memory, self.slicing = _memory(fused, self.aliases, precision == "fp16", descriptor)
         self._choice = PatchChoice(fused.graph, self.groups, self.aliases, self.memory)
 
@@ -147,7 +148,7 @@ def _too_small(budget: int, without: BudgetError, smallest: BudgetError) -> Budg
 
 
 def _memory(fused: FusedGraph, aliases: AliasAnalysis, half: bool, descriptor: DeviceDescriptor) -> tuple[Memory, Slicing]:
-    graph, groups = fused.graph, fused.groups
+    graph = fused.graph
     halves = stored_in_half(fused, aliases, activations=half)
 
     def storage(value: Value) -> StoredType:
@@ -163,6 +164,16 @@ def _memory(fused: FusedGraph, aliases: AliasAnalysis, half: bool, descriptor: D
             return value.constant.nbytes
         return (2 if half else 4) * value.size
 
+    alive = _alive(fused, aliases, storage)
+    weights = {value for node in graph.nodes for value in node.inputs if value is not None and value.constant is not None}
+    slicing = finest(sum(map(weight_bytes, weights)))
+    least = min(LEAST_PATCH_BYTES[descriptor.kind], max(alive, default=0) // LEAST_PART)
+    return Memory(alive, nbytes, weight_bytes, 2 * slicing.least, least), slicing
+
+
+def _alive(fused: FusedGraph, aliases: AliasAnalysis, storage: Callable[[Value], StoredType]) -> list[int]:
+    """The live bytes at each group, without patches; those of one that is not launched are those of the group before it."""
+    graph, groups = fused.graph, fused.groups
     gathered = [group.main.outputs[0] for group in groups if host_indices(group.main, graph) is not None]
     launched = [group for group in groups if group.main.outputs[0] not in gathered and not aliases.is_alias(group.main)]
     early = [*(port.value for port in graph.inputs), *gathered]
@@ -171,7 +182,4 @@ def _memory(fused: FusedGraph, aliases: AliasAnalysis, half: bool, descriptor: D
     alive: list[int] = []
     for group in groups:
         alive.append(known.get(group, alive[-1] if alive else 0))
-    weights = {value for node in graph.nodes for value in node.inputs if value is not None and value.constant is not None}
-    slicing = finest(sum(map(weight_bytes, weights)))
-    least = min(LEAST_PATCH_BYTES[descriptor.kind], max(alive, default=0) // LEAST_PART)
-    return Memory(alive, nbytes, weight_bytes, 2 * slicing.least, least), slicing
+    return alive

@@ -52,9 +52,6 @@ def refine(pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMod
     mode.
     """
 
-    def cost(tried: Attempt) -> float:
-        return tried.plan.objective
-
     cuts: Cuts = frozenset()
     best = first
     if not may_refine(limits, mode):
@@ -62,7 +59,9 @@ def refine(pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMod
     deadline = time.monotonic() + SECONDS
     done: list[Split] = []
     one_try = 2 * len(first.generated.program.launches)
-    ranked, batch, generated = [], BATCH, one_try
+    ranked = []
+    batch = BATCH
+    generated = one_try
     if generated <= LAUNCHES:
         ranked = _ranked(best, cuts, pipeline, limits)
     while ranked and batch and generated <= LAUNCHES and time.monotonic() < deadline:
@@ -73,18 +72,23 @@ def refine(pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMod
             tried = None
         # Under a budget, latency may have replaced the paper's objective; chunks and seconds cannot be compared.
         same_kind = tried is not None and tried.plan.objective_kind == best.plan.objective_kind
-        if tried is not None and same_kind and cost(tried) < cost(best) * (1 - 1e-6):
+        if tried is not None and same_kind and tried.plan.objective < best.plan.objective * (1 - 1e-6):
             best, cuts = tried, cuts | {split.node for split in chosen}
             done += chosen
-            ranked, batch = _ranked(best, cuts, pipeline, limits), 2 * batch
+            ranked = _ranked(best, cuts, pipeline, limits)
+            batch = 2 * batch
         else:
             batch = min(batch, len(ranked)) // 2
         generated += one_try
-    if not done:
-        return best
+    return _noted(first, best, done) if done else best
+
+
+def _noted(first: Attempt, best: Attempt, done: Sequence[Split]) -> Attempt:
+    """`best` with a note about the splits that were `done` since `first`."""
     names = ", ".join(f"{split.name} before {split.node.op} (+{split.gain} chunks)" for split in done[:_NAMED])
     more = f" and {len(done) - _NAMED} more" if len(done) > _NAMED else ""
-    note = f"adaptive unfusion split {len(done)} groups, objective {cost(first):.6g} to {cost(best):.6g}: {names}{more}"
+    better = f"objective {first.plan.objective:.6g} to {best.plan.objective:.6g}"
+    note = f"adaptive unfusion split {len(done)} groups, {better}: {names}{more}"
     return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, note)))
 
 
@@ -120,8 +124,10 @@ def splits(best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: float) -> list[
     candidates = {cut: group for group in fused.groups if (cut := cut_point(group, consumers, outputs)) is not None}
     if not candidates:
         return []
-    program, apart = best.generated.program, pipeline.generate(cuts.union(candidates)).program
-    whole, parts = _capacities(program, best.instance), _capacities(apart, pipeline.instance(apart))
+    program = best.generated.program
+    apart = pipeline.generate(cuts.union(candidates)).program
+    whole = _capacities(program, best.instance)
+    parts = _capacities(apart, pipeline.instance(apart))
     first = {launch.operators: at for at, launch in reversed(list(enumerate(program.launches, start=1)))}
     found = []
     for cut, group in candidates.items():

@@ -65,7 +65,8 @@ def config_of(table: ConfigTable, where: str) -> KernelConfig:
     values = dict(table.values)
     known = kinds()
     if table.kind not in known:
-        name, names = values.get("name"), ", ".join(sorted(known))
+        name = values.get("name")
+        names = ", ".join(sorted(known))
         raise UserError(f"{where}: the kind of kernel config {name!r} is {table.kind!r}; name one of: {names}")
     return build(known[table.kind], values, where)
 

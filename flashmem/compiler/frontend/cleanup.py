@@ -41,7 +41,8 @@ class AtOperator:
     """A rewrite rule that is tried only at nodes of the operator with which its pattern ends, because trying takes long."""
 
     def __init__(self, rule: Any) -> None:
-        self._rule, self._operator = rule, rule._target_pattern.output_node.op_type
+        self._rule = rule
+        self._operator = rule._target_pattern.output_node.op_type
 
     def try_rewrite(self, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
         """What the rule makes of `node`, or None."""
@@ -126,7 +127,9 @@ def _clean_up(proto: onnx.ModelProto, is_native: Callable[[str], bool]) -> ir.Mo
 
 def _simplify(model: ir.Model, is_native: Callable[[str], bool]) -> None:
     """Fold, rewrite and resolve control flow until nothing changes. The limit on unrolled nodes bounds the rounds of a loop."""
-    control, sequences, rounds = ControlFlowPass(), SequencePass(), 0
+    control = ControlFlowPass()
+    sequences = SequencePass()
+    rounds = 0
     _merge_copies(model)
     while rounds < _ROUNDS:
         passes.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
@@ -179,7 +182,8 @@ def _separate_outputs(graph: ir.Graph) -> None:
             seen.add(value)
             continue
         (made,) = node.outputs
-        made.type, made.shape = value.type, value.shape
+        made.type = value.type
+        made.shape = value.shape
         graph.append(node)
         graph.outputs[index] = made
 

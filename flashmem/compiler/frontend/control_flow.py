@@ -40,7 +40,8 @@ class ControlFlowPass(EditingPass):
         states: list[ir.Value | None] = list(node.inputs[2:])
         fit(node, len(body.inputs) == len(states) + 2 and len(body.outputs) == len(node.outputs) + 1)
         fit(node, None not in states and len(node.outputs) >= len(states))
-        trips, condition = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+        trips = node.inputs[0]
+        condition = node.inputs[1] if len(node.inputs) > 1 else None
         total = math.inf if trips is None else self.number(trips)
         if total is None:
             return "Loop whose number of iterations is computed at run time is not supported; export it with a fixed number"
@@ -54,7 +55,8 @@ class ControlFlowPass(EditingPass):
         while goes and done < total:
             actual = [self.constant(node, np.array(done, np.int64)), condition, *states]
             made = self.inline(body, actual, node)
-            condition, states = made[0], [*made[1 : len(states) + 1]]
+            condition = made[0]
+            states = [*made[1 : len(states) + 1]]
             for scan, value in zip(scans, made[len(states) + 1 :], strict=True):
                 scan.append(self.with_axis(node, "Unsqueeze", value, 0))
             done += 1
@@ -89,13 +91,15 @@ class ControlFlowPass(EditingPass):
         return rest
 
     def _scan(self, node: ir.Node) -> str | None:
-        body, count = graph_of(node, "body"), node.attributes.get_int("num_scan_inputs") or 0
+        body = graph_of(node, "body")
+        count = node.attributes.get_int("num_scan_inputs") or 0
         given = list(node.inputs[1:] if self.opset < 9 else node.inputs)
         if self.opset < 9 and node.inputs[0] is not None:
             return "Scan with lengths of sequences is not supported"
         fit(node, 0 < count <= len(given) == len(body.inputs) and len(body.outputs) == len(node.outputs) and None not in given)
         values = [value for value in given if value is not None]
-        states, scanned = values[: len(values) - count], values[len(values) - count :]
+        states = values[: len(values) - count]
+        scanned = values[len(values) - count :]
         if any(value.shape is None or not value.shape.is_static() for value in scanned):
             return "Scan over inputs whose shape is not known is not supported"
         fit(node, len(body.outputs) >= len(states))
@@ -127,7 +131,8 @@ class ControlFlowPass(EditingPass):
         out_axes, out_back = (
             _listed(node, name, 0 if old else outputs) for name in ("scan_output_axes", "scan_output_directions")
         )
-        out_axes, out_back = out_axes or [0] * outputs, out_back or [0] * outputs
+        out_axes = out_axes or [0] * outputs
+        out_back = out_back or [0] * outputs
         original = node.inputs[len(node.inputs) - len(scanned) :]
         steps = set()
         for value, axis in zip(original, axes, strict=True):

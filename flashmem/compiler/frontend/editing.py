@@ -94,7 +94,8 @@ class EditingPass(ir.passes.InPlacePass):
         made.outputs[0].name = f"{node.outputs[0].name or node.name}.{op.lower()}"
         if op == "Constant":
             tensor = attributes["value"]
-            made.outputs[0].const_value, made.outputs[0].type = tensor, ir.TensorType(tensor.dtype)
+            made.outputs[0].const_value = tensor
+            made.outputs[0].type = ir.TensorType(tensor.dtype)
             made.outputs[0].shape = ir.Shape(tensor.shape.numpy())
         at(node).insert_before(node, made)
         return made.outputs[0]
@@ -122,9 +123,11 @@ class EditingPass(ir.passes.InPlacePass):
         graph = at(node)
         for name, value in list(body.initializers.items()):
             body.initializers.pop(name)
-            stem, count = f"{node.name}.{name}", 0
+            stem = f"{node.name}.{name}"
+            count = 0
             while value.name in graph.initializers or not count:
-                value.name, count = f"{stem}.{count}" if count else stem, count + 1
+                value.name = f"{stem}.{count}" if count else stem
+                count = count + 1
             graph.register_initializer(value)
 
     def inline(self, body: ir.Graph, actual: Sequence[ir.Value | None], node: ir.Node) -> list[ir.Value]:

@@ -32,7 +32,8 @@ def check_embedded_data(model: onnx.ModelProto, path: Path) -> None:
             if len(tensor.raw_data) != needed:
                 raise UserError(f"{path}: weight {tensor.name!r} needs {needed} bytes, but has {len(tensor.raw_data)}")
             continue
-        given, wanted = sum(len(getattr(tensor, field)) for field in _ELEMENTS), math.prod(tensor.dims)
+        given = sum(len(getattr(tensor, field)) for field in _ELEMENTS)
+        wanted = math.prod(tensor.dims)
         if onnx_ir.DataType(tensor.data_type).bitwidth >= 8 and given != wanted:
             raise UserError(f"{path}: weight {tensor.name!r} needs {wanted} elements, but has {given}")
 

@@ -75,7 +75,8 @@ _JOINED = 1 << 20
 _SHAPE_INPUT = {"AffineGrid": 1, "CenterCropPad": 1, "ConstantOfShape": 0, "Expand": 1, "MaxUnpool": 2, "Reshape": 1}
 _SHAPE_INPUT |= {"Resize": 3, "Tile": 1}
 
-_KNOWN_INTEGERS, _KNOWN_OTHERS = 1024, 20  # the most elements of a constant that inference reads
+_KNOWN_INTEGERS = 1024
+_KNOWN_OTHERS = 20  # the most elements of a constant that inference reads
 
 _NARROW = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
 _EXACT = _COPIES | {"Abs", "Equal", "Gather", "Greater", "Less", "Neg", "Not", "Shape", "Size", "Slice", "Split", "Where"}
@@ -153,7 +154,9 @@ class FoldPass(FoldConstantsPass):
         nodes = [ir.node("Constant", [], {"value": ir.tensor(np.ascontiguousarray(part))}) for part in parts]
         for inner, old in zip(nodes, node.outputs, strict=True):
             (made,) = inner.outputs
-            made.name, made.type, made.shape = old.name, old.type, old.shape
+            made.name = old.name
+            made.type = old.type
+            made.shape = old.shape
             made.const_value = inner.attributes["value"].as_tensor()
         return Replacement([inner.outputs[0] for inner in nodes], nodes)
 
@@ -224,7 +227,8 @@ def _is_inexact(node: ir.Node) -> bool:
 
 def _overflows(node: ir.Node) -> bool:
     """Whether a Cast of constants meets floats that its integers cannot hold: numpy's results depend on the processor."""
-    first, kind = node.inputs[0] if node.inputs else None, node.outputs[0].dtype
+    first = node.inputs[0] if node.inputs else None
+    kind = node.outputs[0].dtype
     if node.op_type not in ("Cast", "CastLike") or first is None or first.dtype is None or kind is None:
         return False
     if not first.dtype.is_floating_point() or not kind.is_integer():

@@ -39,7 +39,8 @@ from flashmem.compiler.operators.registry import NEWEST_OPSET
 OPSETS = range(7, min(NEWEST_OPSET, onnx.defs.onnx_opset_version()) + 1)
 """Supported versions of the ONNX operator set, limited to those of the installed onnx."""
 
-NAMED, REASONS = 3, 6
+NAMED = 3
+REASONS = 6
 """The most nodes of a reason, and the most reasons, that a message has. `UnsupportedModelError.nodes` has all."""
 
 Supported = Callable[[Node], str | None]

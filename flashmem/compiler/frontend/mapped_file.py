@@ -34,10 +34,18 @@ from flashmem.base.errors import MissingFileError, UserError
 LARGE = 4096
 """Tensors of at least this many bytes stay in the file."""
 
-_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
+_VARINT = 0
+_EIGHT = 1
+_BYTES = 2
+_FOUR = 5
 _DEEPEST = 100  # protobuf's own limit
 
-_DATA_TYPE, _FLOAT_DATA, _RAW_DATA, _DOUBLE_DATA, _EXTERNAL_DATA, _DATA_LOCATION = 2, 4, 9, 10, 13, 14
+_DATA_TYPE = 2
+_FLOAT_DATA = 4
+_RAW_DATA = 9
+_DOUBLE_DATA = 10
+_EXTERNAL_DATA = 13
+_DATA_LOCATION = 14
 
 # Message type -> the fields to descend into -> their message type.
 _INWARD: dict[str, dict[int, str]] = {
@@ -106,7 +114,8 @@ class _Window:
 
     def __getitem__(self, at: int) -> int:
         if not self.start <= at < self.start + len(self.data):
-            self.start, self.data = at, os.pread(self.descriptor, self.SIZE, at)
+            self.start = at
+            self.data = os.pread(self.descriptor, self.SIZE, at)
             if not self.data:
                 raise _MalformedError(f"the file is truncated or damaged (at byte {at})")
         return self.data[at - self.start]
@@ -186,7 +195,9 @@ class _Walk:
         at = start
         while at < end:
             key, payload = self._read_varint(at, end)
-            number, kind, value = key >> 3, key & 7, 0
+            number = key >> 3
+            kind = key & 7
+            value = 0
             if kind == _VARINT:
                 value, stop = self._read_varint(payload, end)
             elif kind == _BYTES:

@@ -7,7 +7,7 @@ run with an error, like any other index outside a table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,40 +40,84 @@ class _Number:
         return _Number(other.root, other.index, self.offset + other.offset) if self.root is None and sign == 1 else None
 
 
+@dataclass(frozen=True)
+class _Cut:
+    """The part of one axis of `size` that a Slice takes: from `start` to `end`."""
+
+    axis: int
+    size: int
+    start: _Number
+    end: _Number
+
+    @property
+    def length(self) -> int:
+        """The number of places; of a cut that `fits`."""
+        return self.end.offset - self.start.offset
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether both ends are known."""
+        return self.start.root is None and self.end.root is None
+
+    @property
+    def fits(self) -> bool:
+        """Whether both ends are known, or its length is, for which a table is not too long."""
+        same = (self.start.root, self.start.index) == (self.end.root, self.end.index)
+        return self.is_constant or (same and 0 < self.length <= min(self.size, TABLE))
+
+
 def expand(node: ir.Node, opset: int) -> tuple[Sequence[ir.Value], Sequence[ir.Node]] | None:
     """The replacement of a Slice at a position computed at run time: its output, and the nodes. None for any other node."""
     if node.op_type != "Slice" or node.domain not in ("", "ai.onnx") or opset < 10 or len(node.inputs) < 3:
         return None
-    data, starts, ends, axes, steps = [*node.inputs, None, None][:5]
-    if data is None or starts is None or ends is None or data.shape is None or starts.const_value is not None:
+    data, starts = node.inputs[0], node.inputs[1]
+    if data is None or starts is None or starts.const_value is not None:
         return None
-    first, last = _numbers(starts), _numbers(ends)
-    places = [_Number(None, 0, axis) for axis in range(len(first or ()))] if axes is None else _numbers(axes)
-    strides = [_Number(None, 0, 1)] * len(first or ()) if steps is None else _numbers(steps)
-    if (
-        first is None
-        or last is None
-        or places is None
-        or strides is None
-        or len({*map(len, (first, last, places, strides))}) > 1
-    ):
+    cuts = _cuts(node, data)
+    if cuts is None or not all(cut.fits for cut in cuts):
         return None
-    if any(each.root is not None for each in (*places, *strides)) or any(each.offset != 1 for each in strides):
+    e, value = Expansion(node, opset), data
+    for number, cut in enumerate(cuts):
+        if cut.is_constant:
+            value = e.part(value, cut.axis, cut.start.offset, cut.end.offset)
+        else:
+            value = e.op("Gather", value, _indices(e, starts, number, cut.length, cut.size), axis=cut.axis)
+    return [value], e.nodes
+
+
+def _cuts(node: ir.Node, data: ir.Value) -> list[_Cut] | None:
+    """What a Slice takes of each of its axes; None if that is not known, or not every place of it."""
+    _, starts, ends, axes, steps = [*node.inputs, None, None][:5]
+    first, last = _given(starts), _given(ends)
+    if first is None or last is None or data.shape is None:
         return None
-    e, value, rank = Expansion(node, opset), data, len(data.shape)
-    for number, (start, end, place) in enumerate(zip(first, last, places, strict=True)):
-        axis = place.offset % rank if -rank <= place.offset < rank else rank
+    places = _constants(axes, range(len(first)))
+    strides = _constants(steps, [1] * len(first))
+    if places is None or strides is None or set(strides) - {1}:
+        return None
+    if len({len(first), len(last), len(places), len(strides)}) > 1:
+        return None
+    rank, cuts = len(data.shape), []
+    for start, end, place in zip(first, last, places, strict=True):
+        axis = place % rank if -rank <= place < rank else rank
         size = data.shape[axis] if axis < rank else None
         if not isinstance(size, int):
             return None
-        if start.root is None and end.root is None:
-            value = e.part(value, axis, start.offset, end.offset)
-            continue
-        length = end.offset - start.offset
-        if (start.root, start.index) != (end.root, end.index) or not 0 < length <= min(size, TABLE):
-            return None
-        value = e.op("Gather", value, _indices(e, starts, number, length, size), axis=axis)
-    return [value], e.nodes
+        cuts.append(_Cut(axis, size, start, end))
+    return cuts
+
+
+def _given(value: ir.Value | None) -> list[_Number] | None:
+    """The elements of an operand, if there is one."""
+    return None if value is None else _numbers(value)
+
+
+def _constants(value: ir.Value | None, otherwise: Iterable[int]) -> list[int] | None:
+    """The elements of an operand that are all known, or those it has where it is left out; None if they are not."""
+    if value is None:
+        return [*otherwise]
+    found = _numbers(value)
+    return None if found is None or any(each.root is not None for each in found) else [each.offset for each in found]
 
 
 def _indices(e: Expansion, starts: ir.Value, number: int, length: int, size: int) -> ir.Value:
@@ -84,8 +128,10 @@ def _indices(e: Expansion, starts: ir.Value, number: int, length: int, size: int
     start = e.part(starts, 0, number, number + 1)
     if starts.dtype != ir.DataType.INT64:
         start = e.cast(start, ir.DataType.INT64)
-    end, zero = e.op("Add", start, e.integers(length)), e.integers(0)
-    is_negative, passes = e.op("Less", start, zero), e.op("Not", e.op("Less", end, zero))
+    end = e.op("Add", start, e.integers(length))
+    zero = e.integers(0)
+    is_negative = e.op("Less", start, zero)
+    passes = e.op("Not", e.op("Less", end, zero))
     indices = e.op("Add", start, e.integers(*range(length)))
     return e.op("Where", e.op("And", is_negative, passes), e.integers(size), indices)
 
@@ -113,22 +159,26 @@ def _followed(value: ir.Value, depth: int) -> list[_Number] | None:
     source = node.inputs[0]
     if node.op_type in _SAME or (node.op_type == "Cast" and (source.dtype, value.dtype) in _WIDER):
         return _numbers(source, depth)
-    if node.op_type not in ("Add", "Concat", "Sub"):
+    return _combined(node, depth) if node.op_type in ("Add", "Concat", "Sub") else None
+
+
+def _combined(node: ir.Node, depth: int) -> list[_Number] | None:
+    """The elements of a sum, a difference or a Concat of lists of numbers; None if they have no such form."""
+    known = [each for each in node.inputs if each is not None and each.shape is not None]
+    parts = [part for each in known if (part := _numbers(each, depth)) is not None]
+    if len(parts) < len(node.inputs):
         return None
-    parts = [None if each is None else _numbers(each, depth) for each in node.inputs]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
+    ranks = {len(each.shape) for each in known if each.shape is not None}
     if node.op_type == "Concat":
-        flat = all(each is not None and each.shape is not None and len(each.shape) == 1 for each in node.inputs)
-        return [each for part in known for each in part] if flat else None
-    left, right = known
+        return [each for part in parts for each in part] if ranks == {1} else None
+    return _sums(parts[0], parts[1], 1 if node.op_type == "Add" else -1) if max(ranks) <= 1 else None
+
+
+def _sums(left: list[_Number], right: list[_Number], sign: int) -> list[_Number] | None:
+    """The sums of two lists, or differences, of which one may have a single number; None if they have no such form."""
     count = max(len(left), len(right))
-    if {len(left), len(right)} - {1, count} or any(each is None or each.shape is None for each in node.inputs):
-        return None
-    if any(len(each.shape) > 1 for each in node.inputs if each is not None and each.shape is not None):
+    if {len(left), len(right)} - {1, count}:
         return None
     pairs = zip(left * (count // len(left)), right * (count // len(right)), strict=True)
-    sums = [one.plus(other, 1 if node.op_type == "Add" else -1) for one, other in pairs]
-    whole = [each for each in sums if each is not None]
-    return whole if len(whole) == count else None
+    sums = [made for one, other in pairs if (made := one.plus(other, sign)) is not None]
+    return sums if len(sums) == count else None

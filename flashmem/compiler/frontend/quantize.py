@@ -185,11 +185,16 @@ class _Writer:
     """Rewrites a model, and writes its large tensors to `data`."""
 
     def __init__(self, proto: onnx.ModelProto, data: BinaryIO, bits: int, as_floats: bool) -> None:
-        self.proto, self.data, self.bits, self.as_floats = proto, data, bits, as_floats
+        self.proto = proto
+        self.data = data
+        self.bits = bits
+        self.as_floats = as_floats
 
     def write(self, found: Mapping[str, _Weight]) -> list[QuantisedWeight]:
         """Quantise the weights in `found`, and copy the others."""
-        graph, kept, nodes = self.proto.graph, list[onnx.TensorProto](), list[onnx.NodeProto]()
+        graph = self.proto.graph
+        kept = list[onnx.TensorProto]()
+        nodes = list[onnx.NodeProto]()
         written: list[QuantisedWeight] = []
         for tensor in graph.initializer:
             if tensor.name in found:
@@ -219,7 +224,9 @@ class _Writer:
         depth = rows.shape[1]
         block = depth if weight.is_filter else next((size for size in BLOCKS if depth % size == 0), depth)
         bits = self.bits if block in BLOCKS and not weight.exact else 8
-        made, wrong, whole = list[Codes](), 0.0, 0.0
+        made = list[Codes]()
+        wrong = 0.0
+        whole = 0.0
         for part in _chunks(rows):
             if not np.isfinite(part).all():
                 raise UserError(
@@ -274,14 +281,16 @@ def quantise(rows: Floats, block: int, bits: int) -> Codes:
     if bits == 8:
         scales = _half(np.abs(ends) / 127)
         return Codes(_coded(blocks, scales, bits).reshape(rows.shape), scales)
-    best, least = np.zeros_like(ends), np.full(ends.shape, np.inf, np.float32)
+    best = np.zeros_like(ends)
+    least = np.full(ends.shape, np.inf, np.float32)
     sizes = np.where(ends == 0, 1, np.abs(ends))
     relative = blocks / sizes[..., None]
     for top in _TOPS:  # -8 is a code and 8 is none, so the largest weight gets a negative one
         scales = _half(-ends / top)
         wrong = np.square(_coded(blocks, scales, bits) * (scales / sizes)[..., None] - relative).sum(-1)
         better = wrong < least
-        best, least = np.where(better, scales, best), np.where(better, wrong, least)
+        best = np.where(better, scales, best)
+        least = np.where(better, wrong, least)
     return Codes(_coded(blocks, best, bits).reshape(rows.shape), best)
 
 

@@ -22,7 +22,8 @@ class RecogniseDequantizePass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         """Walk over the graph once."""
-        opset, modified = model.opset_imports.get("", 0), False
+        opset = model.opset_imports.get("", 0)
+        modified = False
         for node in model.graph:
             if node.op_type != "Mul" or node.domain not in ("", "ai.onnx") or node.outputs[0].is_graph_output():
                 continue
@@ -51,7 +52,8 @@ def _axis(codes: ir.Value, scale: ir.Value) -> int | None:
     """The axis of `codes` along which `scale` varies, `_NONE` for a single element; None if it is no scale of `codes`."""
     if codes.const_value is None or scale.const_value is None or scale.const_value.dtype != ir.DataType.FLOAT:
         return None
-    shape, given = codes.const_value.shape.numpy(), scale.const_value.shape.numpy()
+    shape = codes.const_value.shape.numpy()
+    given = scale.const_value.shape.numpy()
     if len(given) > len(shape):
         return None
     aligned = (1,) * (len(shape) - len(given)) + tuple(given)
@@ -67,8 +69,11 @@ def _replace(graph: ir.Graph, node: ir.Node, codes: ir.Value, scale: ir.Value, a
     elements = np.array(scale.const_value.numpy(), np.float32).reshape(() if axis == _NONE else -1)
     flat = _initializer(graph, f"{scale.name}_{codes.name}", elements)
     made = ir.node("DequantizeLinear", [codes, flat], {} if axis == _NONE else {"axis": axis}, name=node.name)
-    old, new = node.outputs[0], made.outputs[0]
-    new.name, new.type, new.shape = old.name, ir.TensorType(ir.DataType.FLOAT), _shape(codes.const_value.shape.numpy())
+    old = node.outputs[0]
+    new = made.outputs[0]
+    new.name = old.name
+    new.type = ir.TensorType(ir.DataType.FLOAT)
+    new.shape = _shape(codes.const_value.shape.numpy())
     casts = [value.producer() for value in node.inputs if value is not None]
     graph.insert_before(node, made)
     old.replace_all_uses_with(new)

@@ -102,7 +102,8 @@ def _elementwise(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | No
 
 
 def _gather(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None:
-    data, indices = read[0], read[1]
+    data = read[0]
+    indices = read[1]
     rank = len(_shape(node.inputs[0]))
     along = (node.attributes.get_int("axis", 0) or 0) % max(rank, 1)
     if data is None:
@@ -144,14 +145,16 @@ def _transpose(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None
 
 
 def _unsqueeze(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None:
-    axes, rank = _integers(node, 1, "axes"), len(_shape(node.outputs[0]))
+    axes = _integers(node, 1, "axes")
+    rank = len(_shape(node.outputs[0]))
     if axes is None or read[0] is None:
         return None
     return [axis for axis in range(rank) if axis not in {each % rank for each in axes}][read[0].axis]
 
 
 def _squeeze(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None:
-    axes, shape = _integers(node, 1, "axes"), _shape(node.inputs[0])
+    axes = _integers(node, 1, "axes")
+    shape = _shape(node.inputs[0])
     if axes is None or read[0] is None:
         return None
     kept = [axis for axis in range(len(shape)) if axis not in {each % len(shape) for each in axes}]
@@ -160,7 +163,9 @@ def _squeeze(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None:
 
 def _reshape(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None:
     """The axis that the model leaves open, or copies, if as many elements precede it as before."""
-    data, wanted, made = read[0], _integers(node, 1, "shape"), _shape(node.outputs[0])
+    data = read[0]
+    wanted = _integers(node, 1, "shape")
+    made = _shape(node.outputs[0])
     if data is None or wanted is None:
         return None
     source = _shape(node.inputs[0])
@@ -180,7 +185,8 @@ def _concat(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None:
 
 def _product(node: ir.Node, read: Sequence[SelectedRows | None]) -> int | None:
     """The rows of a matrix."""
-    left, right = _shape(node.inputs[0]), _shape(node.inputs[1])
+    left = _shape(node.inputs[0])
+    right = _shape(node.inputs[1])
     fits = len(left) >= 2 and len(right) == 2 and read[0] is not None and read[1] is None
     return read[0].axis if fits and read[0] is not None and read[0].axis < len(left) - 1 else None
 

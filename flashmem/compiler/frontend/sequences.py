@@ -36,7 +36,8 @@ class SequencePass(EditingPass):
 
     def _sequence(self, node: ir.Node) -> str | None:
         """Record the values of a sequence, or replace a read of one."""
-        op, inputs = node.op_type, node.inputs
+        op = node.op_type
+        inputs = node.inputs
         late = f"{op} of a sequence that depends on data is not supported"
         if op in ("SequenceConstruct", "SequenceEmpty"):
             self.sequences[node.outputs[0]] = [value for value in inputs if value is not None]
@@ -80,7 +81,8 @@ class SequencePass(EditingPass):
 
     def _split(self, node: ir.Node) -> list[ir.Value] | None:
         """The results of a SplitToSequence, by a Split; None if the shape, or the split, is unknown."""
-        x, given = node.inputs[0], node.inputs[1] if len(node.inputs) > 1 else None
+        x = node.inputs[0]
+        given = node.inputs[1] if len(node.inputs) > 1 else None
         axis = node.attributes.get_int("axis", 0) or 0
         if x is None or x.shape is None or not x.shape.is_static():
             return None
@@ -96,7 +98,8 @@ class SequencePass(EditingPass):
         fit(node, parts.sum() == size and bool((parts >= 0).all()) and parts.size > 0)
         self.count(parts.size)
         cuts = parts.astype(np.int64)
-        inputs, attributes = [x], {"axis": axis}
+        inputs = [x]
+        attributes = {"axis": axis}
         if self.opset >= 13:
             inputs.append(self.constant(node, cuts))
         else:
@@ -113,7 +116,8 @@ class SequencePass(EditingPass):
 
     def _identity(self, node: ir.Node) -> str | None:
         """A sequence or an optional value under another name."""
-        x, y = node.inputs[0], node.outputs[0]
+        x = node.inputs[0]
+        y = node.outputs[0]
         if x in self.sequences:
             self.sequences[y] = self.sequences[x]
         if x in self.optionals:

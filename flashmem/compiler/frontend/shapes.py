@@ -66,8 +66,10 @@ def _forget(graph: onnx.GraphProto, path: Path) -> None:
 
 
 def _bind(value: onnx.ValueInfoProto, shape: tuple[int, ...], symbols: dict[str, tuple[int, str]], path: Path) -> None:
-    name, tensor = value.name, value.type.tensor_type
-    given, wanted = "x".join(map(str, shape)), _written(value)
+    name = value.name
+    tensor = value.type.tensor_type
+    given = "x".join(map(str, shape))
+    wanted = _written(value)
     if any(size < 0 for size in shape):
         raise UserError(f"the shape {given} given for input {name!r} has a negative size")
     if not tensor.HasField("shape"):

@@ -24,7 +24,8 @@ def set_size(node: ir.Node) -> None:
     """Set the type and shape of the outputs of `node`, if it is one of these operators and its shape is determined."""
     if node.domain not in ("", "ai.onnx") or not node.inputs or node.inputs[0] is None:
         return
-    rule, x = _RULES.get(node.op_type), node.inputs[0]
+    rule = _RULES.get(node.op_type)
+    x = node.inputs[0]
     if rule is None or x.shape is None or not x.shape.is_static():
         return
     sizes = rule(node, x.shape.numpy())
@@ -77,7 +78,9 @@ def _unpooled(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
 
 def _framed(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
     given = [value if value is None else value.const_value for value in (*node.inputs[1:4], None, None)]
-    step, window, length = given[0], node.inputs[2] if len(node.inputs) > 2 else None, given[2]
+    step = given[0]
+    window = node.inputs[2] if len(node.inputs) > 2 else None
+    length = given[2]
     size = int(length.numpy().reshape(-1)[0]) if length is not None and length.size else 0
     if not size and window is not None and window.shape is not None and window.shape.is_static():
         size = math.prod(window.shape.numpy())
@@ -92,7 +95,8 @@ def _spread(node: ir.Node, shape: tuple[int, ...]) -> list[int] | None:
     weight = node.inputs[1] if len(node.inputs) > 1 else None
     if weight is None or weight.shape is None or not weight.shape.is_static() or len(weight.shape) != len(shape):
         return None
-    channels, kernel = weight.shape.numpy()[1] * (node.attributes.get_int("group") or 1), weight.shape.numpy()[2:]
+    channels = weight.shape.numpy()[1] * (node.attributes.get_int("group") or 1)
+    kernel = weight.shape.numpy()[2:]
     given = node.attributes.get_ints("output_shape")
     if given and len(given) == len(kernel):
         return [shape[0], channels, *given]

@@ -63,7 +63,8 @@ def with_states(graph: Graph, pairs: Collection[tuple[str, str]]) -> Graph:
 
 
 def _check(past: GraphPort, present: GraphPort) -> None:
-    one, other = past.value, present.value
+    one = past.value
+    other = present.value
     if one.shape != other.shape:
         raise UserError(
             f"the state {past.name}={present.name} changes its shape from {one.shape} to {other.shape}, and a state has one "

@@ -49,7 +49,8 @@ class Operand:
 def place(value: Value, domain: Sequence[int], split: int, *, size_as: Number = str, stride_as: Number = str) -> Operand | None:
     """The operand `value` at (row, col) of `domain`; None if its columns are neither contiguous nor all the same."""
     strides, start = _places(value, domain)
-    columns, column_strides = domain[split:], strides[split:]
+    columns = domain[split:]
+    column_strides = strides[split:]
     row = affine(domain[:split], strides[:split], "row", size_as=size_as, stride_as=stride_as)
     spread = all(stride == 0 for stride in column_strides)
     if not spread and affine(columns, column_strides, "col") != "col":

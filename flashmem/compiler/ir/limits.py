@@ -66,7 +66,8 @@ def check_size(model: onnx.ModelProto, path: Path) -> None:
         for node in nodes:
             key = function_key(node.domain, node.op_type, node)
             inner, below = size(key, callers) if key in functions else (1, 0)
-            count, depth = count + inner, max(depth, below)
+            count = count + inner
+            depth = max(depth, below)
         return count, depth + 1
 
     count, _ = total(nodes_of(model.graph.node, path), ())

@@ -96,7 +96,8 @@ def portable(graph: Graph, kept_bytes: int) -> PortableGraph:
         )
         for node in graph.nodes
     )
-    inputs, outputs = ports(graph.inputs), ports(graph.outputs)
+    inputs = ports(graph.inputs)
+    outputs = ports(graph.outputs)
     return PortableGraph(graph.name, graph.opset, tuple(values), nodes, inputs, outputs, graph.states)
 
 

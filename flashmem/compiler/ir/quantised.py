@@ -56,7 +56,8 @@ class QuantizedConstant:
 
     def array(self) -> NDArray[np.float32]:
         """Compute the elements."""
-        codes, scale = self.codes.array(), self.spread(self.scale.array())
+        codes = self.codes.array()
+        scale = self.spread(self.scale.array())
         if self.zero is not None:
             codes = codes.astype(np.int32) - self.spread(self.zero.array()).astype(np.int32)
         elements: NDArray[np.float32] = codes.astype(np.float32) * scale
@@ -207,14 +208,19 @@ def moved(part: Constant, shape: tuple[int, ...], perm: tuple[int, ...] | None =
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
     """Group axes of `old` with axes of `new`: the shortest runs of both with equal numbers of elements, as pairs of counts."""
-    groups, i, j = [], 0, 0
+    groups = []
+    i = 0
+    j = 0
     while i < len(old) or j < len(new):
-        first, second = i, j
+        first = i
+        second = j
         left = right = 1
         while (i == first and j == second) or left != right:
             if i < len(old) and (left <= right or j == len(new)):
-                left, i = left * old[i], i + 1
+                left = left * old[i]
+                i = i + 1
             else:
-                right, j = right * new[j], j + 1
+                right = right * new[j]
+                j = j + 1
         groups.append((i - first, j - second))
     return groups

@@ -112,7 +112,8 @@ class StridedView:
                 inner, stride = factors.pop(0)
                 if inner > size and inner % size == 0:
                     factors.insert(0, (inner // size, stride))
-                    inner, stride = size, stride * (inner // size)
+                    stride = stride * (inner // size)
+                    inner = size
                 if size % inner:
                     return None
                 taken.append((inner, stride))
@@ -122,7 +123,8 @@ class StridedView:
 
     def sliced(self, shape: Sequence[int], starts: Sequence[int], steps: Sequence[int]) -> StridedView | None:
         """Slice: every `steps`-th element from `starts`; None if a cut dimension has no single stride."""
-        start, made = self.start, []
+        start = self.start
+        made = []
         for dimension, whole, size, first, step in zip(self.dimensions, self.shape, shape, starts, steps, strict=True):
             if (first, step, size) == (0, 1, whole):
                 made.append(dimension)
@@ -181,14 +183,17 @@ class ElementOrder:
 
     def operand_shape(self, parts: Sequence[int]) -> tuple[int, ...] | None:
         """The shape of an operand with factors `parts`, so that it broadcasts to `shape`; None if no such shape exists."""
-        sizes, own = list(self.sizes), [parts[i] for i in self.perm]
+        sizes = list(self.sizes)
+        own = [parts[i] for i in self.perm]
         found = []
         for size in self.shape:
-            there, mine = 1, 1
+            there = 1
+            mine = 1
             while there < size:
                 if not sizes:
                     return None
-                there, mine = there * sizes.pop(0), mine * own.pop(0)
+                there = there * sizes.pop(0)
+                mine = mine * own.pop(0)
             if there != size or mine not in (1, size):
                 return None
             found.append(mine)
@@ -212,6 +217,7 @@ def _cut(dimension: Dimension, shape: Sequence[int]) -> list[Factor]:
         for end in ends:
             if stride < end < size * stride and end % stride == 0 and size * stride % end == 0:
                 inner.append((end // stride, stride))
-                size, stride = size * stride // end, end
+                size = size * stride // end
+                stride = end
         found += [(size, stride), *reversed(inner)]
     return found

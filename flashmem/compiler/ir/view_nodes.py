@@ -16,7 +16,8 @@ def emit_view(rewriter: Rewriter, view: StridedView, output: Value, moved: dict[
     `moved`: the existing Transposes, by root and order.
     """
     moved = {} if moved is None else moved
-    factors, root = merged(view.factors), view.root
+    factors = merged(view.factors)
+    root = view.root
     if view.is_contiguous:
         return rewriter.add("Reshape", [root], output)
     key = root, factors

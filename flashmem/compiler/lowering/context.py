@@ -69,7 +69,8 @@ def joinable(parts: Sequence[PackedSlice], descriptor: DeviceDescriptor) -> list
 
     They must follow one another in the file without gaps, as plain buffers, and their sum may not exceed the largest slice.
     """
-    total, raw = sum(part.nbytes for part in parts), sum(part.raw for part in parts)
+    total = sum(part.nbytes for part in parts)
+    raw = sum(part.raw for part in parts)
     gaps = any(part.nbytes % descriptor.page_bytes for part in parts[:-1])
     if gaps or any(part.width for part in parts) or total > min(MOST_BYTES, descriptor.max_alloc_bytes):
         return list(parts)
@@ -179,7 +180,8 @@ class LoweringContext:
         """A constant in row-major order: resident if it is small, else a separate slice."""
         if value not in self._placed:
             assert value.constant is not None
-            read, dtype = value.constant.array, np.dtype(value.dtype)
+            read = value.constant.array
+            dtype = np.dtype(value.dtype)
             nbytes = nbytes_of(value)
             self._placed[value] = self.data(value.name, nbytes, lambda: np.ascontiguousarray(read(), dtype))
         return self._placed[value]
@@ -187,7 +189,8 @@ class LoweringContext:
     def data(self, name: str, nbytes: int, make: Callable[[], NDArray[Any]]) -> Arg:
         """The unpacked array of `nbytes` bytes that `make` returns. Small arrays are resident; equal ones are stored once."""
         if nbytes <= RESIDENT_CONSTANT_BYTES:
-            content, small = make().tobytes(), self.placements.small
+            content = make().tobytes()
+            small = self.placements.small
             if content not in small:
                 offset = len(self.constants)
                 self.constants += content + bytes(SLACK)
@@ -210,9 +213,11 @@ class LoweringContext:
 
     def free_name(self, name: str, form: str = "{}") -> str:
         """`name`, or a similar name, for which no slice of the model's programs has the name `form.format(name)`."""
-        free, number = name, len(self.packed)
+        free = name
+        number = len(self.packed)
         while form.format(free) in self._slice_names or form.format(free) in self.earlier.names:
-            free, number = f"{name}#{number}", number + 1
+            free = f"{name}#{number}"
+            number = number + 1
         return free
 
     def parts(self, node: Node, packing: Packing, row_items: int) -> list[PackedSlice]:
@@ -328,7 +333,8 @@ class LoweringContext:
 
     def epilogue(self, group: FusionGroup, vector: int) -> PointwiseBody:
         """The pointwise body of the epilogue of `group`; its seed is the main operator's output."""
-        seed, columns = group.main.outputs[0], REGISTRY[group.main.op].columns
+        seed = group.main.outputs[0]
+        columns = REGISTRY[group.main.op].columns
         return PointwiseBody(
             tuple(group.epilogue),
             seed,

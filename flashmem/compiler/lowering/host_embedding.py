@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from flashmem.base.types import TableType
 from flashmem.compiler.ir.graph import NibbleConstant, Node, Value, pack_nibbles
 from flashmem.compiler.lowering.context import LoweringContext
+from flashmem.compiler.weights.packing import Packing
 from flashmem.program.tensors import HostEmbeddingLookup
 
 ROWS_AT_ONCE = 4096
@@ -32,17 +33,15 @@ def place_rows(context: LoweringContext, node: Node, indices: str, tensor: str) 
     """The table's place in the weight file: inside a matmul's panels if they contain all of it and are small, else written row
     by row.
     """
-    table = node.input(0)
+    shared = _in_panels(context, node.input(0), indices, tensor)
+    return shared if shared is not None else _in_rows(context, node.input(0), indices, tensor)
+
+
+def _in_panels(context: LoweringContext, table: Value, indices: str, tensor: str) -> HostEmbeddingLookup | None:
+    """The lookup in panels of a matmul that contain the whole table, one after the other; None if there are none."""
     rows, columns = table.shape
     for (weight, packing), parts in context.packed.items():
-        if (
-            weight is not table
-            or any(part.width for _, part in parts)
-            or packing.storage not in ("float32", "float16")
-            or packing.depth != columns
-            or packing.group_columns != rows
-            or packing.row_bytes * columns > MOST_PANEL_BYTES
-        ):
+        if weight is not table or any(part.width for _, part in parts) or not _holds(packing, table):
             continue
         places = [next(s for s in context.slices if s.name == name) for name, _ in parts]
         ends = [place.offset + place.nbytes for place in places]
@@ -52,8 +51,22 @@ def place_rows(context: LoweringContext, node: Node, indices: str, tensor: str) 
                 indices, tensor, places[0].offset, rows, columns, pitch * columns, pitch,
                 "float16" if packing.storage == "float16" else "float32", packing.panel,
             )  # fmt: skip
+    return None
+
+
+def _holds(packing: Packing, table: Value) -> bool:
+    """Whether packed panels are small, and have each row of the table as a column."""
+    rows, columns = table.shape
+    whole = packing.depth == columns and packing.group_columns == rows
+    return whole and packing.storage in ("float32", "float16") and packing.row_bytes * columns <= MOST_PANEL_BYTES
+
+
+def _in_rows(context: LoweringContext, table: Value, indices: str, tensor: str) -> HostEmbeddingLookup:
+    """The lookup in a table of its own, written row by row unless the file has it."""
+    rows, columns = table.shape
     assert table.constant is not None
-    read, kind = table.constant.array, _kind(context, table)
+    read = table.constant.array
+    kind = _kind(context, table)
     dtype = np.dtype(kind.replace("int4", "int8"))
     row_bytes = -(-columns // 2) if kind.endswith("int4") else columns * dtype.itemsize
     page = context.weights.page_bytes  # pieces start on pages, and no row may be split between pieces

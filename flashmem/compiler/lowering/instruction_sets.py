@@ -29,7 +29,8 @@ def for_other_instruction_sets(first: Generated, instruction_set: str) -> Mappin
 
 def _for_instruction_set(first: Generated, name: str) -> Generated:
     """`first` with the launches, for first and later runs, that are faster on a CPU with instruction set `name`."""
-    descriptor, packed = first.lowering.descriptor.for_instruction_set(name), PackedBefore(first.cuts, joined=False, kept=True)
+    descriptor = first.lowering.descriptor.for_instruction_set(name)
+    packed = PackedBefore(first.cuts, joined=False, kept=True)
     selector = first.lowering.selector.on_device(descriptor)
     other = lower(first.placed, replace(first.lowering, descriptor=descriptor, selector=selector, before=packed))
     made = _with_launches_of(first, other)
@@ -38,7 +39,8 @@ def _for_instruction_set(first: Generated, name: str) -> Generated:
 
 def _with_launches_of(first: Generated, other: Generated) -> Generated:
     """`first` with the launches of `other` where they differ and read and write the same memory, without steady launches."""
-    matched, launches = MatchedPrograms(first, other), list(first.program.launches)
+    matched = MatchedPrograms(first, other)
+    launches = list(first.program.launches)
     for number, cold, made in pairs(first.program.launches, other.program.launches):
         if len(cold) == 1 and (launch := matched.launch(cold, made)) is not None:
             launches[number - 1] = launch

@@ -37,7 +37,8 @@ def read_early(
 
 def _overlap(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two tensors share bytes."""
-    first, second = one.place, other.place
+    first = one.place
+    second = other.place
     return (
         first.root is second.root and first.offset < second.offset + other.nbytes and second.offset < first.offset + one.nbytes
     )

@@ -108,7 +108,9 @@ class PointwiseBody:
 
     def _load(self, operand: Operand, pointer: str) -> str:
         """The vector of an operand, in registers."""
-        vector, scalar, dtype = Vector(self.vector), Vector(1), operand.value.dtype
+        vector = Vector(self.vector)
+        scalar = Vector(1)
+        dtype = operand.value.dtype
         stored = self.storage(operand.value)
         if self.down and "row" in operand.index:
             rows = [re.sub(r"\brow\b", f"min(row + {lane}, rows - 1)", operand.index) for lane in range(self.vector)]
@@ -136,7 +138,8 @@ class PointwiseBody:
             lines.append(f"    const {vector.of(dtype)} x{i} = {self._load(operand, self.names()[i])};")
         for i, node in enumerate(self.nodes, start=1):
             names = [variables[value] for value in self._inputs(node)]
-            expression, dtype = REGISTRY[node.op].expression, node.outputs[0].dtype
+            expression = REGISTRY[node.op].expression
+            dtype = node.outputs[0].dtype
             assert expression is not None, f"{node.op} is not elementwise"
             variables[node.outputs[0]] = f"v{i}"
             made = vector.wrap(dtype, expression(node, names, vector))

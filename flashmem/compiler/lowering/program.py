@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,8 @@ def _lower_groups(context: LoweringContext, placed: PlacedGraph) -> dict[str, fr
 
 def _context(placed: PlacedGraph, lowering: Lowering) -> LoweringContext:
     """The program under construction, still empty."""
-    descriptor, precision = lowering.descriptor, placed.precision
+    descriptor = lowering.descriptor
+    precision = placed.precision
     return LoweringContext(
         descriptor,
         descriptor.memory_paths[0],
@@ -106,7 +107,8 @@ def _program(
     """The program of all launches in `context`, with the places of tensors and constants."""
     descriptor = lowering.descriptor
     touched = first_and_last(context.launches, "tensor")
-    inputs, outputs = _inputs(placed, context), _outputs(placed, context)
+    inputs = _inputs(placed, context)
+    outputs = _outputs(placed, context)
     if not descriptor.uses_host_memory:
         outputs = read_early(context.tensors, touched, outputs, lookups)
     states = [
@@ -198,17 +200,10 @@ def _arena(
     the first launch, and outputs after the last one. Tensors `elsewhere` are not in the arena.
     """
     last = len(context.launches) + 1
-    lifetimes = dict(touched)
     status = None if context.status_value is None else str(context.status().value)  # in use from before the run to after it
     early = [*(port.tensor for port in inputs), *(gather.tensor for gather in gathers), status]
-    for name in early:
-        if name is not None:
-            lifetimes[name] = (0, lifetimes.get(name, (0, 0))[1])
-    counts = [(port.count, None) for port in outputs]
-    for name, end in (*((port.tensor, port.ready) for port in outputs), *counts, (status, None)):
-        if name is not None:
-            end = last if end is None else end
-            lifetimes[name] = (lifetimes.get(name, (end, end))[0], end)  # if no launch uses it, its parts are tensors
+    late = [*((port.tensor, port.ready) for port in outputs), *((port.count, None) for port in outputs), (status, None)]
+    lifetimes = _lifetimes(touched, early, late, last)
     held = {name: context.tensors[name] for name in lifetimes if name not in elsewhere}
     blocks: dict[Value, str] = {}
     for name, tensor in held.items():
@@ -223,3 +218,23 @@ def _arena(
         for name, t in held.items()
     )
     return tensors, max(total, TENSOR_ALIGNMENT), bound  # a device has no empty buffers
+
+
+def _lifetimes(
+    touched: Mapping[str, tuple[int, int]],
+    early: Iterable[str | None],
+    late: Iterable[tuple[str | None, int | None]],
+    last: int,
+) -> dict[str, tuple[int, int]]:
+    """The first and the last launch for which each tensor is needed: those that use it, 0 for `early` ones, and for `late`
+    ones the launch beside them, or `last`.
+    """
+    found = dict(touched)
+    for name in early:
+        if name is not None:
+            found[name] = (0, found.get(name, (0, 0))[1])
+    for name, ready in late:
+        if name is not None:
+            end = last if ready is None else ready
+            found[name] = (found.get(name, (end, end))[0], end)  # if no launch uses it, its parts are tensors
+    return found

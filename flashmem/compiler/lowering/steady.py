@@ -49,7 +49,8 @@ def with_steady_of(first: Generated, later: Generated | None) -> Generated:
         return first
     read = {name for each in found for name in slices_read(each.launch)}
     joined = tuple(matched.joined[name] for name in sorted(read & matched.joined.keys()))
-    texts, more = kernel_texts(first.source.plain), kernel_texts(later.source.plain)
+    texts = kernel_texts(first.source.plain)
+    more = kernel_texts(later.source.plain)
     texts |= {each.launch.kernel: more[each.launch.kernel] for each in found}
     source = replace(first.source, plain=kernel_source(texts), kernels=tuple(texts))
     return replace(first, program=replace(first.program, steady=found, joined=joined), source=source)
@@ -76,6 +77,16 @@ def slices_read(launch: Launch) -> list[str]:
     return [str(arg.value) for arg in launch.args if arg.kind == "slice"]
 
 
+def _tensors_touched(launch: Launch) -> set[str]:
+    """The names of the tensors among the arguments of `launch`."""
+    return {str(arg.value) for arg in launch.args if arg.kind == "tensor"}
+
+
+def _work(launch: Launch) -> tuple[object, ...]:
+    """What a launch does, whatever its arguments."""
+    return launch.kernel, launch.global_size, launch.local_size
+
+
 @dataclass
 class MatchedPrograms:
     """Two programs over the same weights: translates launches of the second to the memory of the first."""
@@ -84,25 +95,26 @@ class MatchedPrograms:
     later: Generated
 
     def __post_init__(self) -> None:
-        one, other = self.first.program, self.later.program
-        self._tensors, self._made = _tensors(one), _tensors(other)
-        self._slices, self._wanted = one.readable(), {part.name: part for part in other.slices}
+        one = self.first.program
+        other = self.later.program
+        self._tensors = _tensors(one)
+        self._made = _tensors(other)
+        self._slices = one.readable()
+        self._wanted = {part.name: part for part in other.slices}
         self._status = {program.status for program in (one, other)}
         self.joined: dict[str, Joined] = {}
 
     def launch(self, cold: Sequence[Launch], made: Launch) -> Launch | None:
         """`made` with the arguments of the first program; None if it is no better, or accesses memory that `cold` does not."""
-        same = (made.kernel, made.global_size, made.local_size)
-        if len(cold) == 1 and same == (cold[0].kernel, cold[0].global_size, cold[0].local_size):
+        if len(cold) == 1 and _work(cold[0]) == _work(made):
             return None
-        touched = {str(arg.value) for launch in cold for arg in launch.args if arg.kind == "tensor"}
+        touched = {name for launch in cold for name in _tensors_touched(launch)}
         read = [name for launch in cold for name in slices_read(launch)]
-        args = [self._argument(arg, read, touched) for arg in made.args]
-        here = [arg for arg in args if arg is not None]
-        parts = {part for arg in here if arg.kind == "slice" for part in self._parts(str(arg.value))}
-        tensors = {str(arg.value) for arg in here if arg.kind == "tensor"}
-        fits = len(here) == len(args) and parts == set(read) and tensors == touched
-        return replace(made, args=tuple(here)) if fits else None
+        args = [here for arg in made.args if (here := self._argument(arg, read, touched)) is not None]
+        translated = replace(made, args=tuple(args))
+        parts = {part for name in slices_read(translated) for part in self._parts(name)}
+        same = len(args) == len(made.args) and parts == set(read) and _tensors_touched(translated) == touched
+        return translated if same else None
 
     def _argument(self, arg: Arg, read: Sequence[str], touched: Collection[str]) -> Arg | None:
         """The first program's argument for an argument of the second; None if it has no such argument."""
@@ -117,7 +129,8 @@ class MatchedPrograms:
         return self.joined[name].parts if name in self.joined else (name,)
 
     def _alike(self, name: str) -> bool:
-        one, other = self._tensors[name], self._made[name]
+        one = self._tensors[name]
+        other = self._made[name]
         return (one.shape, one.dtype, one.nbytes) == (other.shape, other.dtype, other.nbytes)
 
     def _holds(self, arg: Arg) -> bool:

@@ -28,7 +28,10 @@ _PLACEHOLDER = "KERNEL_NAME"
 DEFAULT_STYLE = CodeStyle()
 """The code style of CPUs and of GPUs that no descriptor says more about."""
 
-_LANE_UNITS, _STAGED_UNITS, _COPY_UNITS, _SMALL_COPY_UNITS = 2, 1, 4, 8
+_LANE_UNITS = 2
+_STAGED_UNITS = 1
+_COPY_UNITS = 4
+_SMALL_COPY_UNITS = 8
 """Units of the copy stream that a work-item copies at a time: in a kernel that computes; in a staged contraction, whose sums
 and next stage fill the registers; in a kernel that only copies, so that many reads are in flight; in one that copies texels of
 4 or 8 bytes, whose places cost a phone more instructions than the texels.
@@ -157,7 +160,8 @@ def _prelude(text: str) -> str:
     """The part of the prelude that `text` uses, without comments, because a driver reads it for each kernel."""
     lines: list[str] = _environment(DEFAULT_STYLE).get_template("common/prelude.cl.j2").render(text=text).splitlines()
     defined = {match[1]: line for line in lines if (match := _DEFINES.match(line))}
-    used, new = set[str](), set(_WORD.findall(text)) & defined.keys()
+    used = set[str]()
+    new = set(_WORD.findall(text)) & defined.keys()
     while new:
         used |= new
         new = {word for name in new for word in _WORD.findall(defined[name])} & defined.keys() - used

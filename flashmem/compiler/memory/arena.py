@@ -21,7 +21,9 @@ from flashmem.planning.memory.layout import Interval, lay_out
 _ENOUGH = 1.005
 """A layout of whole blocks within this factor of the bound is accepted; otherwise their parts are placed one by one."""
 
-_REPAIRS, _MOVES, _PARTS_PLACED = 12, 100, 30_000
+_REPAIRS = 12
+_MOVES = 100
+_PARTS_PLACED = 30_000
 """Limits on layouts: repairs of each order, random moves, and parts placed in all, at 10 microseconds each."""
 
 _NEAR = 1.03
@@ -59,7 +61,8 @@ def _shape(uses: Sequence[LiveBytes], slack: int) -> list[Rectangle]:
     spans = [(use.offset, _whole(use.offset + use.nbytes + (slack if use.offset + use.nbytes == last else 0))) for use in uses]
     cuts = sorted({cut for span in spans for cut in span})
     index = {cut: at for at, cut in enumerate(cuts)}
-    first, end = np.full(len(cuts), np.iinfo(np.int64).max), np.full(len(cuts), -1)
+    first = np.full(len(cuts), np.iinfo(np.int64).max)
+    end = np.full(len(cuts), -1)
     for use, (start, stop) in zip(uses, spans, strict=True):
         part = slice(index[start], index[stop])
         np.minimum(first[part], use.first, out=first[part])
@@ -131,7 +134,8 @@ def _moved(
         tried.insert(draw.randint(0, names.index(highest)), highest)
         placed = placing.place(tried, size)
         if placed[1] <= size:
-            names, best = tried, placed
+            names = tried
+            best = placed
     return best
 
 
@@ -188,12 +192,15 @@ class _Placing:
     def place(self, names: Sequence[str], most: float = math.inf) -> tuple[dict[str, int], int]:
         """The offsets of blocks that are placed in the order of `names`, and the total bytes. It ends early beyond `most`."""
         offsets: dict[str, int] = {}
-        block, starts, ends = self._block, self._start, self._end
+        block = self._block
+        starts = self._start
+        ends = self._end
         top = 0
         for name in names:
             taken: list[tuple[int, int]] = []  # a block with an offset between these two would overlap a placed part
             for part in self._own[name]:
-                start, end = starts[part], ends[part]
+                start = starts[part]
+                end = ends[part]
                 for other in self._beside[part]:
                     there = offsets.get(block[other])
                     if there is not None:

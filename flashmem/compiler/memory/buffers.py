@@ -68,7 +68,8 @@ class BufferAssignment:
 
     def holds(self, whole: Value, part: Value, start: int) -> bool:
         """Whether `part` is stored in `whole` from element `start` on, so that no copy is needed."""
-        outer, inner = self.of(whole), self.of(part)
+        outer = self.of(whole)
+        inner = self.of(part)
         at = outer.offset + start * ITEMSIZE[self.storage(whole)]
         return outer.root is inner.root and inner.offset == at and self.storage(whole) == self.storage(part)
 
@@ -157,6 +158,15 @@ class _Item:
         return max(reads, default=self.first)
 
 
+def _apart(one: _Item, other: _Item, shift: int, spared: int) -> bool:
+    """Whether nothing needs bytes of both at once, with `other` moved by `shift`; reads by group `spared` do not count."""
+    low = max(one.at, other.at + shift)
+    high = min(one.at + one.nbytes, other.at + shift + other.nbytes)
+    if low >= high:
+        return True
+    return one.last(low, high, spared=spared) < other.first or other.last(low - shift, high - shift) < one.first
+
+
 class _Trees:
     """Values grouped by the root of their memory, with their lifetimes. Groups count from 1."""
 
@@ -168,10 +178,13 @@ class _Trees:
         aliases: AliasAnalysis,
         storage: Storage,
     ) -> None:
-        self._aliases, self._storage, self._groups = aliases, storage, len(groups)
+        self._aliases = aliases
+        self._storage = storage
+        self._groups = len(groups)
         self.overwritten: dict[Node, Value] = {}
         self._states: set[Value] = set()
-        self._early, self._results = set(early), {aliases.base(value) for value in results}
+        self._early = set(early)
+        self._results = {aliases.base(value) for value in results}
         items = {value: self._item(value, 0) for value in early}
         for at, group in enumerate(groups, start=1):
             items.update((value, self._item(value, at)) for value in group.written)
@@ -180,7 +193,8 @@ class _Trees:
         for value in results:
             self._read(items, value, len(groups) + 1)
         self.members = {base: [item] for base, item in items.items()}
-        self._item_of, self._root_of = items, {base: base for base in items}
+        self._item_of = items
+        self._root_of = {base: base for base in items}
 
     def copy(self) -> _Trees:
         """A copy that can be changed independently."""
@@ -289,19 +303,9 @@ class _Trees:
 
     def _candidates(self, group: FusionGroup) -> Iterator[Value]:
         """The operands that the group's kernel reads element by element, with the shape and storage of its output."""
-        operator, output = REGISTRY[group.main.op], group.output
-        if group.moved is not None or group.prologue:  # it does not write where it reads, or reads in another order
-            return
-        if operator.expression is not None:
-            read = dict.fromkeys(group.read())
-            possible = list(read)
-        elif operator.in_place:
-            read = dict.fromkeys(group.read())
-            possible = group.operands() + ([group.main.input(0)] if operator.in_place == "input" else [])
-            possible = [value for value in possible if group.read().count(value) == 1]
-        else:
-            return
-        if not _fills_vectors(group, read):
+        possible, output = _read_in_order(group), group.output
+        read = dict.fromkeys(group.read())
+        if not possible or not _fills_vectors(group, read):
             return
         for value in possible:
             base = self._aliases.base(value)
@@ -323,20 +327,16 @@ class _Trees:
     def _give(self, operand: Value, group: FusionGroup, at: int) -> bool:
         """Give the memory of `operand` to the output of group `at`, if nothing else needs it later."""
         base, start, _ = self._span(operand)
-        read, made = self._item_of[base], self._item_of[group.output]
-        old, new = self._root_of[base], self._root_of[group.output]
+        read = self._item_of[base]
+        made = self._item_of[group.output]
+        old = self._root_of[base]
+        new = self._root_of[group.output]
         if old is new or old in self._states or new in self._states:
             return False
         shift = read.at + start - made.at  # distance from the new root's start to the old one's
         for one in self.members[old]:
             for other in self.members[new]:
-                low, high = max(one.at, other.at + shift), min(one.at + one.nbytes, other.at + shift + other.nbytes)
-                if low >= high:
-                    continue
-                handed = one is read and other is made
-                before = one.last(low, high, spared=at if handed else -1)
-                apart = before < other.first or other.last(low - shift, high - shift) < one.first
-                if not apart:
+                if not _apart(one, other, shift, spared=at if one is read and other is made else -1):
                     return False
         inside = self._item_of[new].nbytes + shift <= self._item_of[old].nbytes and shift >= 0
         if shift <= 0 and self._item_of[old].nbytes - shift <= self._item_of[new].nbytes:
@@ -348,9 +348,23 @@ class _Trees:
         return True
 
 
+def _read_in_order(group: FusionGroup) -> list[Value]:
+    """The operands that the group's kernel reads where it writes, element by element."""
+    if group.moved is not None or group.prologue:  # it does not write where it reads, or reads in another order
+        return []
+    operator, read = REGISTRY[group.main.op], group.read()
+    if operator.expression is not None:
+        return list(dict.fromkeys(read))
+    if not operator.in_place:
+        return []
+    possible = group.operands() + ([group.main.input(0)] if operator.in_place == "input" else [])
+    return [value for value in possible if read.count(value) == 1]
+
+
 def _fills_vectors(group: FusionGroup, read: Iterable[Value]) -> bool:
     """Whether vectors end with the rows; otherwise the last one reaches into the next row, which other work-items write."""
-    shape, columns = group.output.shape, REGISTRY[group.main.op].columns
+    shape = group.output.shape
+    columns = REGISTRY[group.main.op].columns
     if columns is not None:
         groups = int(group.main.attributes.get("group", 1))
         return math.prod(shape[columns(group.main) :]) // groups % _WIDEST == 0
@@ -360,7 +374,8 @@ def _fills_vectors(group: FusionGroup, read: Iterable[Value]) -> bool:
 
 def parts_in_place(node: Node) -> Iterator[tuple[Value, int]]:
     """The parts of a Concat, each with its first element in the result; none if they are not contiguous there."""
-    shape, axis = node.outputs[0].shape, node.attributes["axis"]
+    shape = node.outputs[0].shape
+    axis = node.attributes["axis"]
     if math.prod(shape[:axis]) != 1:
         return
     start = 0

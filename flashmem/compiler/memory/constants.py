@@ -19,10 +19,12 @@ def host_indices(node: Node, graph: Graph) -> str | None:
     """The model input with the row indices, if `node` gathers rows of a large constant table by such an input; else None."""
     if node.op != "Gather" or node.attributes["axis"] != 0:
         return None
-    table, indices = node.input(0), node.input(1)
+    table = node.input(0)
+    indices = node.input(1)
     if table.constant is None or len(table.shape) != 2 or table.dtype not in ("float32", "int8", "uint8"):
         return None
     if nbytes_of(table) <= RESIDENT_CONSTANT_BYTES:
         return None
-    source, states = unreshaped(indices), dict(graph.states)
+    source = unreshaped(indices)
+    states = dict(graph.states)
     return next((port.name for port in graph.inputs if port.value is source and port.name not in states), None)

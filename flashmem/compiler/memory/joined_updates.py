@@ -46,7 +46,8 @@ def _partner(group: FusionGroup, later: Sequence[FusionGroup], buffers: BufferAs
     """
     if group.main.op not in ("ScatterAt", "ScatterQuantised"):
         return None
-    made, updates = buffers.base(group.output), buffers.base(group.main.input(2))
+    made = buffers.base(group.output)
+    updates = buffers.base(group.main.input(2))
     for other in later:
         if _together(group, other, buffers):
             return other
@@ -58,7 +59,8 @@ def _partner(group: FusionGroup, later: Sequence[FusionGroup], buffers: BufferAs
 
 def _together(one: FusionGroup, two: FusionGroup, buffers: BufferAssignment) -> bool:
     """Whether one launch can compute both scatters: into two tensors in place, by the same indices, as new keys and values."""
-    first, second = one.main, two.main
+    first = one.main
+    second = two.main
     if first.op != second.op or first.input(1) is not second.input(1) or one.output in second.inputs:
         return False
     alike = all(value == second.attributes[name] for name, value in first.attributes.items() if name not in _SEPARATE)

@@ -22,7 +22,8 @@ def in_lowest_order(fused: FusedGraph, *, half: bool = False) -> FusedGraph:
     `half`: activations are stored in half where possible (`compiler.memory.precision`). Rows that the host gathers exist from
     the start. A group counts as one launch. Memory between the launches of one group, and overwritten operands, are ignored.
     """
-    graph, groups = fused.graph, fused.groups
+    graph = fused.graph
+    groups = fused.groups
     aliases = AliasAnalysis(graph, half=half)
     picked = [group for group in groups if host_indices(group.main, graph) is not None]
     aside = {id(group) for group in groups if aliases.is_alias(group.main)} | {id(group) for group in picked}
@@ -37,7 +38,8 @@ def in_lowest_order(fused: FusedGraph, *, half: bool = False) -> FusedGraph:
 def _problem(
     fused: FusedGraph, launched: Sequence[FusionGroup], picked: Sequence[FusionGroup], aliases: AliasAnalysis, *, half: bool
 ) -> OrderProblem:
-    graph, halves = fused.graph, stored_in_half(fused, aliases, activations=half)
+    graph = fused.graph
+    halves = stored_in_half(fused, aliases, activations=half)
 
     def storage(value: Value) -> StoredType:
         return "float16" if aliases.base(value) in halves else value.dtype
@@ -47,7 +49,8 @@ def _problem(
     after = [tuple(sorted({source for value in group.read() for source in _sources(value, made_by)})) for group in launched]
     early = [*(port.value for port in graph.inputs), *(group.output for group in picked)]
     results = [port.value for port in graph.outputs if port.value.size]
-    tensors, end = [], len(launched) + 1
+    tensors = []
+    end = len(launched) + 1
     for nbytes, touching in held_by(launched, early, results, aliases, storage):
         launches = tuple(launch - 1 for launch in touching if 0 < launch < end)
         tensors.append(Held(nbytes, launches, touching[0] == 0, touching[-1] == end))

@@ -44,7 +44,8 @@ class PlacedGraph:
 
 def place(fused: FusedGraph, precision: Precision) -> PlacedGraph:
     """`fused` with the memory of its values. In fp16 most of them are stored in half (`compiler.memory.precision`)."""
-    graph, half = fused.graph, precision == "fp16"
+    graph = fused.graph
+    half = precision == "fp16"
     aliases = AliasAnalysis(graph, half=half)
     halves = stored_in_half(fused, aliases, activations=half)
     stored_as: dict[Value, Value] = {}  # the next values of states, which are stored as the present ones
@@ -76,12 +77,16 @@ def _results(graph: Graph, aliases: AliasAnalysis) -> tuple[list[GraphPort], lis
 
     States are no outputs; one that becomes another input is copied too, before that input changes.
     """
-    results, copies, seen = [], [], set()
-    inputs, states = {port.value for port in graph.inputs}, set(dict(graph.states).values())
+    results = []
+    copies = []
+    seen = set()
+    inputs = {port.value for port in graph.inputs}
+    states = set(dict(graph.states).values())
     for port in graph.outputs:
         if port.name in states:
             continue
-        base, value = aliases.base(port.value), port.value
+        base = aliases.base(port.value)
+        value = port.value
         if value.size == 0:
             results.append(port)
             continue

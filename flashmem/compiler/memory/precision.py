@@ -17,7 +17,7 @@ registers, so that answers do not depend on the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from flashmem.base.types import SLACK, TENSOR_ALIGNMENT
 from flashmem.compiler.ir.fusion_group import FusedGraph, FusionGroup
@@ -32,20 +32,31 @@ SMALL = (TENSOR_ALIGNMENT - SLACK) // 4
 
 def stored_in_half(fused: FusedGraph, aliases: AliasAnalysis, *, activations: bool) -> frozenset[Value]:
     """The states of `fused` that are stored in half, and its `activations`: those with separate memory, or that share it."""
-    graph, groups = fused.graph, fused.uncut
+    graph = fused.graph
     if not activations and not graph.states_in_half:
         return frozenset()
     names = {name for pair in graph.states for name in pair}
     states = {aliases.base(port.value) for port in (*graph.inputs, *graph.outputs) if port.name in names}
-    inputs = [port for port in graph.inputs if port.dtype == "float16" or port.name in names]
-    written = [value for group in groups for value in group.written]
-    found = {aliases.base(value) for value in (*(port.value for port in inputs), *written)}
-    ports = [port for port in (*graph.inputs, *graph.outputs) if port.dtype != "float16" and port.name not in names]
-    kept = {aliases.base(port.value) for port in ports}
-    kept |= {aliases.base(value) for group in groups for value in _keep_fp32(group)}
-    kept |= set() if graph.states_in_half else states
-    found = found if activations else found & states
-    return frozenset(value for value in found - kept if value.dtype == "float32" and value.size > SMALL)
+    kept = set(map(aliases.base, _kept(fused, names)))
+    found = set(map(aliases.base, _made(fused, names))) - (kept if graph.states_in_half else kept | states)
+    if not activations:
+        found &= states
+    return frozenset(value for value in found if value.dtype == "float32" and value.size > SMALL)
+
+
+def _made(fused: FusedGraph, states: Collection[str]) -> Iterator[Value]:
+    """What may be stored in half: all that groups write, and inputs that are `states`, or half in the model."""
+    yield from (port.value for port in fused.graph.inputs if port.dtype == "float16" or port.name in states)
+    for group in fused.uncut:
+        yield from group.written
+
+
+def _kept(fused: FusedGraph, states: Collection[str]) -> Iterator[Value]:
+    """What is stored in its own type, besides states."""
+    ports = (*fused.graph.inputs, *fused.graph.outputs)
+    yield from (port.value for port in ports if port.dtype != "float16" and port.name not in states)
+    for group in fused.uncut:
+        yield from _keep_fp32(group)
 
 
 def _keep_fp32(group: FusionGroup) -> Iterator[Value]:

@@ -46,14 +46,16 @@ def graph_states(
     `results`: the values of other outputs.
     """
     inputs, outputs = ({port.name: port for port in ports} for ports in (graph.inputs, graph.outputs))
-    taken, starts = {aliases.base(value) for value in results}, {inputs[past].value for past, _ in graph.states}
+    taken = {aliases.base(value) for value in results}
+    starts = {inputs[past].value for past, _ in graph.states}
     passed_on = {aliases.base(outputs[present].value) for _, present in graph.states} & starts
     places = _Places.of(launched if graph.states else (), aliases)
     found: list[GraphState] = []
     first: list[FusionGroup] = []
     last: list[FusionGroup] = []
     for past, present in graph.states:
-        port, value = inputs[past], outputs[present].value
+        port = inputs[past]
+        value = outputs[present].value
         base = aliases.base(value)
         apart = base not in taken and port.value not in passed_on
         in_place = apart and _is_in_place(port.value, value, places, aliases, storage)

@@ -28,7 +28,8 @@ def _elu(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _selu(node: Node, x: Sequence[str], v: Vector) -> str:
-    alpha, gamma = _number(node, v, "alpha", 1.67326319217681884765625), _number(node, v, "gamma", 1.05070102214813232421875)
+    alpha = _number(node, v, "alpha", 1.67326319217681884765625)
+    gamma = _number(node, v, "gamma", 1.05070102214813232421875)
     return f"{gamma} * {_below_zero(node, x[0], v, f'{alpha} * expm1({x[0]})')}"
 
 
@@ -38,7 +39,8 @@ def _celu(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _check_slope(node: Node) -> str | None:
-    shape, slope = node.input(0).shape, node.input(1).shape
+    shape = node.input(0).shape
+    slope = node.input(1).shape
     return None if spreads(slope, shape) else f"PRelu of shape {shape} with a slope of shape {slope}"
 
 
@@ -52,7 +54,8 @@ def _hard_swish(node: Node, x: Sequence[str], v: Vector) -> str:
 
 
 def _gelu(node: Node, x: Sequence[str], v: Vector) -> str:
-    half, one = v.literal("float32", 0.5), v.literal("float32", 1)
+    half = v.literal("float32", 0.5)
+    one = v.literal("float32", 1)
     if node.attributes.get("approximate", "none") == "tanh":
         # (1 + tanh(u)) / 2 as a sigmoid of 2 u, which does not cancel where tanh is close to -1
         cube = f"{v.literal('float32', 0.044715)} * {x[0]} * {x[0]} * {x[0]}"
@@ -63,9 +66,11 @@ def _gelu(node: Node, x: Sequence[str], v: Vector) -> str:
 def _shrink(node: Node, x: Sequence[str], v: Vector) -> str:
     """Shrink. Bounds and shift are truncated to the type of the input, as in ONNX's definition."""
     dtype = node.input(0).dtype
-    bound, shift = float(node.attributes.get("lambd", 0.5)), float(node.attributes.get("bias", 0.0))
+    bound = float(node.attributes.get("lambd", 0.5))
+    shift = float(node.attributes.get("bias", 0.0))
     if dtype != "float32":
-        bound, shift = int(bound), int(shift)
+        bound = int(bound)
+        shift = int(shift)
     low, high = (max(0, -bound), max(0, bound)) if dtype.startswith("uint") else (-bound, bound)
     below = v.truth(dtype, f"{x[0]} < {v.literal(dtype, low)}")
     above = v.truth(dtype, f"{x[0]} > {v.literal(dtype, high)}")

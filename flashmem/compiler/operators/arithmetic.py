@@ -114,7 +114,9 @@ def _check_pow(node: Node) -> str | None:
 
 def _rewrite_pow(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Pow: a constant exponent becomes an attribute; exponents of integers are integers."""
-    base, exponent, output = node.input(0), node.input(1), node.outputs[0]
+    base = node.input(0)
+    exponent = node.input(1)
+    output = node.outputs[0]
     if is_float(node) and exponent.constant is not None and exponent.size == 1 and base.shape == output.shape:
         value = float(exponent.constant.array().reshape(-1)[0])
         rewriter.add("Pow", [base], output, node.name, exponent=value)
@@ -127,7 +129,8 @@ def _rewrite_pow(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _shift(node: Node, x: Sequence[str], v: Vector) -> str:
     """A shift. By the width or more, or by a negative count, only copies of the sign, or zeros, remain."""
-    dtype, is_left = node.input(0).dtype, node.attributes["direction"] == "LEFT"
+    dtype = node.input(0).dtype
+    is_left = node.attributes["direction"] == "LEFT"
     bits = 8 * ITEMSIZE[dtype]
     inside = v.truth(dtype, f"{x[1]} < {v.literal(dtype, bits)}")
     if _signed(dtype):
@@ -153,7 +156,8 @@ def _sign(node: Node, x: Sequence[str], v: Vector) -> str:
     if dtype == "float32":
         return f"fm_sign({x[0]})"
     zero = v.literal(dtype, 0)
-    above, below = v.truth(dtype, f"{x[0]} > {zero}"), v.truth(dtype, f"{x[0]} < {zero}")
+    above = v.truth(dtype, f"{x[0]} > {zero}")
+    below = v.truth(dtype, f"{x[0]} < {zero}")
     return v.convert("int32", dtype, f"({above} - {below})")
 
 
@@ -169,7 +173,8 @@ def _clip(node: Node, x: Sequence[str], v: Vector) -> str:
 
 def _rewrite_clip(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Clip: constant bounds become attributes, others Max and Min. An omitted bound is the largest finite number."""
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     bounds = [node.attributes.get("min"), node.attributes.get("max")]
     given = [node.optional(1), node.optional(2)]
     if x.dtype == "float32":

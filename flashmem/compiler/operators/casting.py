@@ -24,7 +24,8 @@ _ROUNDED: dict[int, str] = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProt
 
 
 def _cast(node: Node, x: Sequence[str], v: Vector) -> str:
-    source, target = node.input(0).dtype, node.outputs[0].dtype
+    source = node.input(0).dtype
+    target = node.outputs[0].dtype
     value = v.convert(source, target, x[0])
     rounding = node.attributes["rounding"]
     return value if rounding is None else f"fm_to_{rounding}({value}, {v.named('uint')}, {v.named('float')})"
@@ -32,7 +33,8 @@ def _cast(node: Node, x: Sequence[str], v: Vector) -> str:
 
 def _rewrite_cast(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Cast: without effect it is a Reshape; a constant is converted when it is read."""
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     rounding = _ROUNDED.get(int(node.attributes["to"]))
     if x.constant is not None:
 
@@ -51,14 +53,17 @@ def _rewrite_cast(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _bit_cast(node: Node, x: Sequence[str], v: Vector) -> str:
-    source, target = node.input(0).dtype, node.outputs[0].dtype
+    source = node.input(0).dtype
+    target = node.outputs[0].dtype
     if "float32" in (source, target) and source != target:
         return f"as_{v.of(target)}({x[0]})"
     return v.convert(source, target, x[0])
 
 
 def _check_bit_cast(node: Node) -> str | None:
-    source, target, to = node.input(0).dtype, node.outputs[0].dtype, int(node.attributes["to"])
+    source = node.input(0).dtype
+    target = node.outputs[0].dtype
+    to = int(node.attributes["to"])
     is_wide = target == "float32" and to != onnx.TensorProto.FLOAT
     if not is_wide and ITEMSIZE[source] == ITEMSIZE[target]:
         return None

@@ -164,7 +164,8 @@ def _diagonal(rewriter: Rewriter, value: Value, labels: Sequence[str]) -> _Opera
             continue
         value = _permuted(rewriter, value, (first, second, *rest))
         value = reshaped(rewriter, value, (size * size, *shape[1:]))
-        starts, steps = (0,) * len(shape), (size + 1, *(1,) * (len(shape) - 1))
+        starts = (0,) * len(shape)
+        steps = (size + 1, *(1,) * (len(shape) - 1))
         value = rewriter.emit("Slice", [value], shape, value.dtype, _name(value, "diagonal"), starts=starts, steps=steps)
     return _Operand(value, tuple(names))
 
@@ -227,7 +228,8 @@ def _contracted(
     if not depth:
         order = [*(wanted or (*a.labels, *(label for label in b.labels if label not in a.labels)))]
         order = [label for label in order if label in a.labels or label in b.labels]
-        one, other = _ordered(rewriter, a, order), _ordered(rewriter, b, order)
+        one = _ordered(rewriter, a, order)
+        other = _ordered(rewriter, b, order)
         shape = np.broadcast_shapes(one.shape, other.shape)
         return _Operand(rewriter.emit("Mul", [one, other], shape, one.dtype, _name(one, "product")), tuple(order))
     product = min(_products(a, b, depth), key=lambda each: each.cost(wanted))
@@ -249,7 +251,8 @@ def _products(a: _Operand, b: _Operand, depth: Sequence[str]) -> Iterator[_Produ
 
 
 def _multiplied(rewriter: Rewriter, product: _Product) -> _Operand:
-    left, right = product.left, product.right
+    left = product.left
+    right = product.right
     sizes = _sizes(left, right)
 
     def total(labels: Sequence[str]) -> int:
@@ -257,13 +260,17 @@ def _multiplied(rewriter: Rewriter, product: _Product) -> _Operand:
 
     lead = tuple(sizes[label] for label in product.lead)
     left_batch, right_batch = (tuple(each.size(label) for label in product.batch) for each in (left, right))
-    rows, depth, columns = total(product.rows), total(product.depth), total(product.columns)
-    one, other = _ordered(rewriter, left, product.left_order), _ordered(rewriter, right, product.right_order)
+    rows = total(product.rows)
+    depth = total(product.depth)
+    columns = total(product.columns)
+    one = _ordered(rewriter, left, product.left_order)
+    other = _ordered(rewriter, right, product.right_order)
     one = reshaped(rewriter, one, (*((1,) * len(lead) if left_batch else ()), *left_batch, rows, depth))
     last = (columns, depth) if product.transposed else (depth, columns)
     other = reshaped(rewriter, other, (*lead, *right_batch, *last))
     shape = (*lead, *(sizes[label] for label in product.batch), rows, columns)
-    name, transposed = _name(one, "product"), int(product.transposed)
+    name = _name(one, "product")
+    transposed = int(product.transposed)
     made = rewriter.emit("MatMul", [one, other], shape, one.dtype, name, transposed=transposed)
     return _Operand(reshaped(rewriter, made, tuple(sizes[label] for label in product.order)), product.order)
 

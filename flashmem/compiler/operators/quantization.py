@@ -42,7 +42,8 @@ def _dequantize(node: Node, x: Sequence[str], v: Vector) -> str:
 def _quantize(node: Node, x: Sequence[str], v: Vector) -> str:
     """Quantise. Bounds apply before the zero point is added, so that the sum is exact. NaN becomes the lower bound."""
     limits = np.iinfo(node.outputs[0].dtype)
-    low, high = v.literal("float32", int(limits.min)), v.literal("float32", int(limits.max))
+    low = v.literal("float32", int(limits.min))
+    high = v.literal("float32", int(limits.max))
     if len(x) == 1:
         return _rounded(f"fmin(fmax({x[0]}, {low}), {high})", v)
     zero = f"convert_{v.named('float')}({x[1]})"
@@ -66,7 +67,8 @@ def _range_scale(node: Node, x: Sequence[str], v: Vector) -> str:
 
 def _range_zero(node: Node, x: Sequence[str], v: Vector) -> str:
     """The zero point for smallest number x[0] and scale x[1]. For an infinite range it is 255, as in ONNX Runtime."""
-    zero, high = v.literal("float32", 0), v.literal("float32", 255)
+    zero = v.literal("float32", 0)
+    high = v.literal("float32", 255)
     return f"convert_{v.named('int')}(rint(fmax(fmin({zero} - fm_quotient(fmin({x[0]}, {zero}), {x[1]}), {high}), {zero})))"
 
 
@@ -98,9 +100,13 @@ def _counts(x: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
 
 def _check_linear(node: Node) -> str | None:
     """Check QuantizeLinear and DequantizeLinear: the scale fits the input, and the zero point fits the scale."""
-    x, scale, zero, minimum = node.input(0), node.input(1), node.optional(2), node.optional(3)
+    x = node.input(0)
+    scale = node.input(1)
+    zero = node.optional(2)
+    minimum = node.optional(3)
     if _blocks(node, x.shape, scale.shape) is None:
-        axis, block = node.attributes.get("axis", 1), node.attributes.get("block_size", 0)
+        axis = node.attributes.get("axis", 1)
+        block = node.attributes.get("block_size", 0)
         how = f"axis {axis}" + (f" and block_size {block}" if block else "")
         return f"{node.op} of shape {x.shape} with a scale of shape {scale.shape} along {how}"
     if zero is not None and zero.size != scale.size:
@@ -120,7 +126,8 @@ def linear_constant(node: Node, bits: int) -> Value | None:
         return None
     if any(value.constant is None for value in given) or REGISTRY[node.op].why_not(node) is not None:
         return None
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     block = _blocks(node, x.shape, node.input(1).shape)
     assert block is not None and x.constant is not None
     scale = _constant_along(node.input(1), x.shape, block)
@@ -130,7 +137,8 @@ def linear_constant(node: Node, bits: int) -> Value | None:
     if scale.dtype != np.float32:
         scale = ArrayConstant(scale.array().astype(np.float32))
     if any(1 < b < size for b, size in zip(block, x.shape, strict=True)):  # as many as a weight has blocks
-        scale, minimum = _narrow(scale), minimum and _narrow(minimum)
+        scale = _narrow(scale)
+        minimum = minimum and _narrow(minimum)
     floats = QuantizedConstant(x.constant, scale, zero, block, bits, minimum)
     made = floats if node.op == "DequantizeLinear" else _codes(floats, np.dtype(output.dtype))
     return Value(output.name, output.shape, output.dtype, made)
@@ -158,7 +166,8 @@ def _codes(given: QuantizedConstant, dtype: np.dtype[Any]) -> Constant:
     """The result of QuantizeLinear of the constant `given.codes`, computed when it is read."""
 
     def compute() -> NDArray[Any]:
-        limits, zero = np.iinfo(dtype), 0 if given.zero is None else given.spread(given.zero.array()).astype(np.int64)
+        limits = np.iinfo(dtype)
+        zero = 0 if given.zero is None else given.spread(given.zero.array()).astype(np.int64)
         with np.errstate(all="ignore"):
             rounded = np.rint(given.codes.array().astype(np.float32) / given.spread(given.scale.array()))
         bounded = np.clip(np.nan_to_num(rounded, nan=-np.inf, posinf=1e9, neginf=-1e9), -1e9, 1e9)
@@ -192,7 +201,8 @@ def _along(rewriter: Rewriter, value: Value | None, x: tuple[int, ...], block: t
 
 def _repeated(rewriter: Rewriter, value: Value, axis: int, at: NDArray[np.int64]) -> Value:
     """Elements `at` of `value` along an axis."""
-    name, shape = f"{value.name}.whole", (*value.shape[:axis], at.size, *value.shape[axis + 1 :])
+    name = f"{value.name}.whole"
+    shape = (*value.shape[:axis], at.size, *value.shape[axis + 1 :])
     if value.constant is not None:
         return derived(value, name, shape, lambda array: array.take(at, axis))
     return rewriter.emit("Gather", [value, constant(f"{name}.at", at)], shape, value.dtype, name, axis=axis)
@@ -219,7 +229,8 @@ def dequantize(
 ) -> None:
     """Append `output` = (x - zero) * scale + minimum, where each `block` of `x` has one element of each."""
     x, shape, block = _split_blocks(rewriter, x, block)
-    scale_, zero = _along(rewriter, scale, shape, block), _along(rewriter, zero_point(zero), shape, block)
+    scale_ = _along(rewriter, scale, shape, block)
+    zero = _along(rewriter, zero_point(zero), shape, block)
     made = rewriter.emit("Dequantize", [x, *([zero] if zero else [])], shape, output.dtype, f"{name}.difference")
     steps = [("Mul", scale_)]
     if minimum is not None:
@@ -233,7 +244,9 @@ def dequantize(
 
 
 def _rewrite_dequantize(rewriter: Rewriter, node: Node, opset: int) -> None:
-    x, scale, output = node.input(0), node.input(1), node.outputs[0]
+    x = node.input(0)
+    scale = node.input(1)
+    output = node.outputs[0]
     block = _blocks(node, x.shape, scale.shape)
     assert block is not None
     dequantize(rewriter, node.name, x, scale, node.optional(2), block, output, node.optional(3))
@@ -241,7 +254,9 @@ def _rewrite_dequantize(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def gather_codes(rewriter: Rewriter, node: Node, axis: int) -> None:
     """Rewrite a Gather from a quantised constant: gather its integers, then dequantise the result."""
-    table, indices, output = node.input(0), node.input(1), node.outputs[0]
+    table = node.input(0)
+    indices = node.input(1)
+    output = node.outputs[0]
     quantized = table.constant
     assert isinstance(quantized, QuantizedConstant)
     codes = Value(f"{table.name}.codes", table.shape, cast(DType, quantized.codes.dtype.name), quantized.codes)
@@ -250,7 +265,8 @@ def gather_codes(rewriter: Rewriter, node: Node, axis: int) -> None:
 
     def of_picked(part: Constant, name: str) -> Value:
         array = quantized.spread(wide(part), [axis])
-        before, after = array.shape[:axis], array.shape[axis + 1 :]
+        before = array.shape[:axis]
+        after = array.shape[axis + 1 :]
         if not varies:
             return constant(f"{table.name}.{name}", array.reshape(*before, *[1] * len(indices.shape), *after))
         value = constant(f"{table.name}.{name}", array)
@@ -265,7 +281,9 @@ def gather_codes(rewriter: Rewriter, node: Node, axis: int) -> None:
 
 
 def _rewrite_quantize(rewriter: Rewriter, node: Node, opset: int) -> None:
-    x, scale, output = node.input(0), node.input(1), node.outputs[0]
+    x = node.input(0)
+    scale = node.input(1)
+    output = node.outputs[0]
     block = _blocks(node, x.shape, scale.shape)
     assert block is not None
     if x.dtype != "float32":
@@ -278,7 +296,8 @@ def _quantize_to(
 ) -> None:
     """Append `output` = round(x / scale) + zero, saturated."""
     x, shape, block = _split_blocks(rewriter, x, block)
-    scale_, zero = _along(rewriter, scale, shape, block), _along(rewriter, zero_point(zero), shape, block)
+    scale_ = _along(rewriter, scale, shape, block)
+    zero = _along(rewriter, zero_point(zero), shape, block)
     quotient = rewriter.emit("Quotient", [x, scale_], shape, "float32", f"{name}.quotient")
     rounded(rewriter, name, quotient, zero, output)
 
@@ -294,7 +313,8 @@ def rounded(rewriter: Rewriter, name: str, x: Value, zero: Value | None, output:
 
 def _rewrite_dynamic(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite DynamicQuantizeLinear: smallest and largest number, of rows and then of all; from these, scale and zero point."""
-    x, name = node.input(0), node.name
+    x = node.input(0)
+    name = node.name
     scale, zero = _dynamic_outputs(node)
     ends = []
     for op in ("ReduceMin", "ReduceMax"):

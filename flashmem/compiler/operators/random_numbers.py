@@ -52,12 +52,14 @@ def _drawn(rewriter: Rewriter, node: Node, size: int, normal: bool) -> Value:
 
 def _rewrite_random(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite RandomNormal, RandomUniform and those like a tensor: drawn numbers times a scale, plus a shift."""
-    output, normal = node.outputs[0], "Normal" in node.op
+    output = node.outputs[0]
+    normal = "Normal" in node.op
     if normal:
         shift, scale = (float(node.attributes.get(name, default)) for name, default in (("mean", 0.0), ("scale", 1.0)))
     else:
         low, high = (float(node.attributes.get(name, default)) for name, default in (("low", 0.0), ("high", 1.0)))
-        shift, scale = low, high - low
+        shift = low
+        scale = high - low
     value = _drawn(rewriter, node, output.size, normal)
     for op, number in (("Mul", scale), ("Add", shift)):
         operand = constant(f"{node.name}.{op}.number", np.array(number, np.float32))
@@ -75,7 +77,8 @@ def _check_random(node: Node) -> str | None:
 
 def _rewrite_bernoulli(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Bernoulli: 1 where a uniform number in [0, 1) is less than the probability."""
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     drawn = reshaped(rewriter, _drawn(rewriter, node, output.size, normal=False), output.shape)
     is_one = rewriter.emit("Less", [drawn, x], output.shape, "bool", f"{node.name}.less")
     if output.dtype == "bool":
@@ -86,7 +89,8 @@ def _rewrite_bernoulli(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _rewrite_multinomial(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Multinomial: the number of classes whose cumulative weight is at most a uniform part of the total weight."""
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     batch, classes = x.shape
     samples = output.shape[1]
     largest = rewriter.emit("ReduceMax", [x], (batch, 1), "float32", f"{node.name}.largest", axes=(1,))
@@ -99,7 +103,8 @@ def _rewrite_multinomial(rewriter: Rewriter, node: Node, opset: int) -> None:
     drawn = reshaped(rewriter, _drawn(rewriter, node, output.size, normal=False), (batch, samples))
     part = rewriter.emit("Mul", [drawn, total], (batch, samples), "float32", f"{node.name}.part")
     shape = (batch, samples, classes)
-    heap, part = reshaped(rewriter, heap, (batch, 1, classes)), reshaped(rewriter, part, (batch, samples, 1))
+    heap = reshaped(rewriter, heap, (batch, 1, classes))
+    part = reshaped(rewriter, part, (batch, samples, 1))
     is_passed = rewriter.emit("LessOrEqual", [heap, part], shape, "bool", f"{node.name}.passed")
     passed = rewriter.emit("Cast", [is_passed], shape, "int32", f"{node.name}.passed.int32", rounding=None)
     count = rewriter.emit("ReduceSum", [passed], (batch, samples, 1), "int32", f"{node.name}.count", axes=(2,))

@@ -27,7 +27,8 @@ def _matrix(
     """The transform's matrix [count * components, bins * 2]: `count` numbers, padded to `length`, to `bins` results."""
     turns = np.outer(np.arange(count), np.arange(bins)) % length
     angles = 2 * np.pi / length * turns
-    real, imaginary = np.cos(angles), np.sin(angles) if inverse else -np.sin(angles)
+    real = np.cos(angles)
+    imaginary = np.sin(angles) if inverse else -np.sin(angles)
     rows = [np.stack([real, imaginary], -1), np.stack([-imaginary, real], -1)][:components]
     matrix = np.stack(rows, 1)  # [count, components, bins, 2]
     if inverse:
@@ -58,7 +59,8 @@ def _axis(node: Node, opset: int) -> int:
 
 def _lengths(node: Node, axis: int) -> tuple[int, int]:
     """The length of the transform, and the number of its results."""
-    onesided, inverse = bool(node.attributes.get("onesided", 0)), bool(node.attributes.get("inverse", 0))
+    onesided = bool(node.attributes.get("onesided", 0))
+    inverse = bool(node.attributes.get("inverse", 0))
     size = node.input(0).shape[axis]
     given = constant_integers(node, 1, "dft_length")
     length = given[0] if given else 2 * (size - 1) if inverse and onesided else size
@@ -67,10 +69,13 @@ def _lengths(node: Node, axis: int) -> tuple[int, int]:
 
 def _rewrite_dft(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite DFT: move the transformed axis next to the components, then one product over both."""
-    x, output = node.input(0), node.outputs[0]
-    rank, axis = len(x.shape), _axis(node, opset)
+    x = node.input(0)
+    output = node.outputs[0]
+    rank = len(x.shape)
+    axis = _axis(node, opset)
     order = (*(a for a in range(rank - 1) if a != axis), axis, rank - 1)
-    components, made = x.shape[-1], output.shape[-1]
+    components = x.shape[-1]
+    made = output.shape[-1]
     length, bins = _lengths(node, axis)
     inverse = bool(node.attributes.get("inverse", 0))
     if order != tuple(range(rank)):
@@ -93,7 +98,8 @@ def _rewrite_dft(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_dft(node: Node) -> str | None:
-    shape, made = node.input(0).shape, node.outputs[0].shape
+    shape = node.input(0).shape
+    made = node.outputs[0].shape
     rank = len(shape)
     if rank < 2 or shape[-1] not in (1, 2):
         return f"DFT of shape {shape}, whose last dimension should hold real numbers (1) or complex ones (2)"
@@ -118,7 +124,9 @@ def _check_dft(node: Node) -> str | None:
 
 def _rewrite_stft(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite STFT: frames, times the window if it is computed at run time, then one product."""
-    signal, window, output = node.input(0), node.optional(2), node.outputs[0]
+    signal = node.input(0)
+    window = node.optional(2)
+    output = node.outputs[0]
     step, length = _stft_numbers(node)
     if len(signal.shape) == 2:
         signal = reshaped(rewriter, signal, (*signal.shape, 1))
@@ -127,7 +135,8 @@ def _rewrite_stft(rewriter: Rewriter, node: Node, opset: int) -> None:
     value = rewriter.emit("Frames", [signal], cut, signal.dtype, f"{node.name}.frames", step=step)
     if window is not None and window.constant is None:
         factor = reshaped(rewriter, window, (length, 1))
-        value, window = rewriter.emit("Mul", [value, factor], cut, signal.dtype, f"{node.name}.window"), None
+        value = rewriter.emit("Mul", [value, factor], cut, signal.dtype, f"{node.name}.window")
+        window = None
     source = None if window is None else window.constant
 
     def compute() -> NDArray[np.float32]:
@@ -142,12 +151,15 @@ def _rewrite_stft(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _stft_numbers(node: Node) -> tuple[int, int]:
     """The step between frames, and their length; 0 if it is unknown."""
-    step, given, window = constant_integers(node, 1, "frame_step"), constant_integers(node, 3, "frame_length"), node.optional(2)
+    step = constant_integers(node, 1, "frame_step")
+    given = constant_integers(node, 3, "frame_length")
+    window = node.optional(2)
     return (step or [0])[0], given[0] if given else 0 if window is None else window.size
 
 
 def _check_stft(node: Node) -> str | None:
-    shape, window = node.input(0).shape, node.optional(2)
+    shape = node.input(0).shape
+    window = node.optional(2)
     step, length = _stft_numbers(node)
     if len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] not in (1, 2)):
         return f"STFT of shape {shape}"

@@ -87,14 +87,17 @@ def along_others(node: Node, span: AxisRange) -> TiledNode | None:
 
 def merged_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Tile a Reshape: the places of its input, along the axis that begins where the span's axis does, that contain the span."""
-    source, shape = node.input(0).shape, node.outputs[0].shape
-    outer, inner = math.prod(shape[: span.axis]), math.prod(shape[span.axis + 1 :])
+    source = node.input(0).shape
+    shape = node.outputs[0].shape
+    outer = math.prod(shape[: span.axis])
+    inner = math.prod(shape[span.axis + 1 :])
     before = 1
     for axis, size in enumerate(source):
         if before == outer and size > 1:
             step = math.prod(source[axis + 1 :])
             unit = math.lcm(step, inner)  # elements from one common border of places to the next
-            first, last = span.start * inner // unit * unit, -(-span.stop * inner // unit) * unit
+            first = span.start * inner // unit * unit
+            last = -(-span.stop * inner // unit) * unit
             if last > size * step or last > shape[span.axis] * inner:
                 return None
             needed = AxisRange(axis, first // step, last // step)
@@ -111,8 +114,10 @@ def transposed_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 def sliced_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Tile a Slice: from the first to the last element of the span."""
-    starts, steps = node.attributes["starts"], node.attributes["steps"]
-    start, step = starts[span.axis], steps[span.axis]
+    starts = node.attributes["starts"]
+    steps = node.attributes["steps"]
+    start = starts[span.axis]
+    step = steps[span.axis]
     if step < 1:
         return None
     needed = AxisRange(span.axis, start + span.start * step, start + (span.stop - 1) * step + 1)
@@ -121,8 +126,10 @@ def sliced_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 def padded_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Tile a Pad with a constant: the part of the input inside the span, and pads for the rest."""
-    before, size = node.attributes["before"], node.input(0).shape[span.axis]
-    first, last = span.start - before[span.axis], span.stop - before[span.axis]
+    before = node.attributes["before"]
+    size = node.input(0).shape[span.axis]
+    first = span.start - before[span.axis]
+    last = span.stop - before[span.axis]
     needed = AxisRange(span.axis, max(0, first), min(size, last))
     if needed.size < 1:
         return None
@@ -131,8 +138,10 @@ def padded_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 def repeated_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Tile a Tile: along a repeated axis, a part of one copy, or whole copies."""
-    repeats, size = node.attributes["repeats"], node.input(0).shape[span.axis]
-    first, last = span.start // size, (span.stop - 1) // size
+    repeats = node.attributes["repeats"]
+    size = node.input(0).shape[span.axis]
+    first = span.start // size
+    last = (span.stop - 1) // size
     if first == last:
         needed = AxisRange(span.axis, span.start - first * size, span.stop - first * size)
         return TiledNode((needed,), {**node.attributes, "repeats": _changed(repeats, span.axis, 1)})
@@ -150,7 +159,9 @@ def joined_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 def gathered_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Tile a Gather: along an unchanged axis of the data, or along constant indices."""
-    data, indices, axis = node.input(0), node.input(1), node.attributes["axis"]
+    data = node.input(0)
+    indices = node.input(1)
+    axis = node.attributes["axis"]
     rank = len(indices.shape)
     if axis <= span.axis < axis + rank:
         if indices.constant is None:
@@ -174,17 +185,23 @@ def window_tile(node: Node, span: AxisRange) -> TiledNode | None:
         return TiledNode((span, *others), node.attributes)
     if span.axis == rank - 1:
         return _channels_tile(node, span)
-    at, count = span.axis - 1, rank - 2
+    at = span.axis - 1
+    count = rank - 2
     reach = (node.attributes["kernel"] if "kernel" in node.attributes else node.input(1).shape[2:])[at] - 1
-    stride, dilation = node.attributes["strides"][at], node.attributes["dilations"][at]
-    pads, size = node.attributes["pads"], x.shape[span.axis]
-    before, after = pads[at], pads[count + at]
+    stride = node.attributes["strides"][at]
+    dilation = node.attributes["dilations"][at]
+    pads = node.attributes["pads"]
+    size = x.shape[span.axis]
+    before = pads[at]
+    after = pads[count + at]
     if node.op == "ConvTranspose":
-        first, last = -(-(span.start + before - dilation * reach) // stride), (span.stop - 1 + before) // stride + 1
+        first = -(-(span.start + before - dilation * reach) // stride)
+        last = (span.stop - 1 + before) // stride + 1
         needed = AxisRange(span.axis, max(0, first), min(size, last))
         changed = (before + span.start - needed.start * stride, 0)
     else:
-        first, last = span.start * stride - before, (span.stop - 1) * stride - before + dilation * reach + 1
+        first = span.start * stride - before
+        last = (span.stop - 1) * stride - before + dilation * reach + 1
         needed = AxisRange(span.axis, max(0, first), min(size, last))
         changed = (max(0, -first), after if last > size else 0)
     if needed.size < 1:
@@ -206,7 +223,8 @@ def _channels_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
 def product_tile(node: Node, span: AxisRange) -> TiledNode | None:
     """Tile a MatMul: rows of the left operand, columns of the right one, or matrices of a stack."""
-    left, right = node.input(0), node.input(1)
+    left = node.input(0)
+    right = node.input(1)
     rank = len(node.outputs[0].shape)
     others: tuple[AxisRange | None, ...] = (None,) * (len(node.inputs) - 2)  # zero points and scales
     if any(value is not None and value.size != 1 for value in node.inputs[2:]):

@@ -68,11 +68,13 @@ def _attention(softmax: Node, readers: Readers) -> _Match | None:
     keys = softmax.input(0).shape[-1]
     if softmax.attributes["axes"] != (len(softmax.input(0).shape) - 1,) or not softmax.input(0).size:
         return None
-    behind, before = _behind(softmax.outputs[0], readers), _chain(softmax, readers)
+    behind = _behind(softmax.outputs[0], readers)
+    before = _chain(softmax, readers)
     if behind is None or before is None:
         return None
     second, (first, chain) = behind.product, before
-    product, made = first.outputs[0], second.outputs[0]
+    product = first.outputs[0]
+    made = second.outputs[0]
     if made.shape[-2] != product.shape[-2] or made.size * keys != product.size * made.shape[-1] or not made.size:
         return None
     parts = (first.input(0), first.input(1), second.input(1))
@@ -104,7 +106,9 @@ class _Behind:
 
 def _behind(weights: Value, readers: Readers) -> _Behind | None:
     """The nodes after softmax's `weights`; None if a kernel cannot compute them."""
-    keys, guarded, shape = weights.shape[-1], False, weights.shape
+    keys = weights.shape[-1]
+    guarded = False
+    shape = weights.shape
     dropped: Value | None = None
     while True:
         node = readers.single(weights)
@@ -112,11 +116,14 @@ def _behind(weights: Value, readers: Readers) -> _Behind | None:
             guard = _guard(weights, readers)
             if guarded or guard is None:
                 return None
-            weights, guarded = guard, True
+            weights = guard
+            guarded = True
         elif node.op == "Reshape" and node.outputs[0].shape[-1:] == (keys,):
             weights = node.outputs[0]
         elif dropped is None and _drops(node, weights):
-            dropped, weights, shape = node.input(0), node.outputs[0], weights.shape
+            shape = weights.shape
+            weights = node.outputs[0]
+            dropped = node.input(0)
         elif _is_product(node) and node.input(0) is weights:
             return _Behind(node, guarded, dropped, shape)
         else:
@@ -196,7 +203,9 @@ def _scaled(score: Value, chain: tuple[Node, ...]) -> tuple[Value, tuple[Node, .
     while chain and (multiplied := constant_factor(chain[0])) is not None:
         if multiplied[0] is not score or any(score in node.inputs for node in chain[1:]):
             break
-        score, chain, scale = chain[0].outputs[0], chain[1:], scale * multiplied[1]
+        score = chain[0].outputs[0]
+        chain = chain[1:]
+        scale = scale * multiplied[1]
     return score, chain, scale
 
 
@@ -271,7 +280,8 @@ def _ends(seen: Value, keys: int) -> tuple[Value, Value] | None:
         return next((found for value in node.inputs if value is not None and (found := _ends(value, keys)) is not None), None)
     if node.op != "Less":
         return _ends(node.input(0), keys)
-    numbers, ends = node.input(0), node.input(1)
+    numbers = node.input(0)
+    ends = node.input(1)
     if (
         numbers.constant is None
         or numbers.size != keys
@@ -313,7 +323,10 @@ def _replace(rewriter: Rewriter, match: _Match) -> None:
     """Append a FusedAttention in place of the second product."""
     operands = [reshaped(rewriter, operand.value, operand.shape) for operand in match.operands]
     filled = [] if match.ends is None else [match.ends]
-    query, key, value, answer = match.first.input(0), match.first.input(1), match.second.input(1), match.second.outputs[0]
+    query = match.first.input(0)
+    key = match.first.input(1)
+    value = match.second.input(1)
+    answer = match.second.outputs[0]
     stacks = match.first.outputs[0].shape[:-2], answer.shape[:-2]
     rewriter.add(
         "FusedAttention",

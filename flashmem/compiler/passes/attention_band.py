@@ -93,9 +93,11 @@ def band_of(seen: NDArray[np.bool_]) -> Band | None:
     if not seen.any(axis=1).all() or seen.all():
         return None
     numbers = np.arange(rows)
-    first, last = seen.argmax(axis=1), keys - 1 - seen[:, ::-1].argmax(axis=1)
+    first = seen.argmax(axis=1)
+    last = keys - 1 - seen[:, ::-1].argmax(axis=1)
     if (last - first + 1 != seen.sum(axis=1)).any():
         return None
-    since, until = (first - numbers)[first > 0], (last - numbers)[last < keys - 1]
+    since = (first - numbers)[first > 0]
+    until = (last - numbers)[last < keys - 1]
     band = Band(int(since[0]) if since.size else None, int(until[0]) if until.size else None)
     return band if np.array_equal(band.seen(rows, keys), seen) else None

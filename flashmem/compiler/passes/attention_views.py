@@ -56,7 +56,9 @@ def _matrices(value: Value, batch: tuple[int, ...], *, swap: bool) -> StridedVie
 
 def _target(product: Node, readers: Readers) -> tuple[Node, StridedView]:
     """The last node that moves the answer as a kernel can write it, and the answer as a view of that node's output."""
-    node, moves, best = product, [product], 0
+    node = product
+    moves = [product]
+    best = 0
     while (reader := readers.single(node.outputs[0])) is not None and reader.op in ("Reshape", "Transpose"):
         node = reader
         moves.append(node)

@@ -14,7 +14,7 @@ separate Transpose would need the memory of the result twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flashmem.compiler.ir.broadcast import place
@@ -99,7 +99,8 @@ def _with_prologues(
         if not is_elementwise(group.main) or not cut.isdisjoint(group.nodes) or first == len(groups):
             continue
         if _may_precede(group, groups[first], keeps=bool(others)):
-            groups[first].prologue, groups[first].keeps = list(group.nodes), bool(others)
+            groups[first].prologue = list(group.nodes)
+            groups[first].keeps = bool(others)
             gone.add(group)
     return [group for group in groups if group not in gone]
 
@@ -109,7 +110,8 @@ def _may_precede(group: FusionGroup, reader: FusionGroup, *, keeps: bool) -> boo
 
     Unless the kernel `keeps` the result, it computes it again in each pass over a row.
     """
-    node, value = reader.main, group.output
+    node = reader.main
+    value = group.output
     operator = REGISTRY[node.op]
     if not operator.prologue or reader.prologue or node.inputs[0] is not value or not whole_rows(node):
         return False
@@ -132,23 +134,35 @@ def _stored_moved(groups: list[FusionGroup], consumers: dict[Value, list[Node]],
     for group in groups:
         if group.main.op != "Transpose" or not _is_given(group.output, consumers, outputs):
             continue
-        chain, value = [group.main], group.main.input(0)
-        while value not in by_output and value.producer is not None and value.producer.op == "Reshape":
-            chain.append(value.producer)
-            value = value.producer.input(0)
-        made = by_output.get(value)
+        chain = _moves(group.main, by_output)
+        made = by_output.get(chain[0].input(0))
         if made is None or made.moved is not None or not _scatters(made.main):
             continue
         if any(each.input(0) in outputs or consumers[each.input(0)] != [each] for each in chain):
             continue
-        view: StridedView | None = StridedView.of(value)
-        for node in reversed(chain):
-            view = None if view is None else through(node, view)
-        places = 0 if view is None else _places(merged(view.factors), value.shape[-1])
+        places = _places_stored(made.output, chain)
         if places:
-            made.moved, made.places = group.main, places
+            made.moved = group.main
+            made.places = places
             gone.add(group)
     return [group for group in groups if group not in gone]
+
+
+def _moves(node: Node, by_output: Mapping[Value, FusionGroup]) -> list[Node]:
+    """`node` and the Reshapes before it, up to the result of a group; in the order in which they run."""
+    chain, value = [node], node.input(0)
+    while value not in by_output and value.producer is not None and value.producer.op == "Reshape":
+        chain.insert(0, value.producer)
+        value = value.producer.input(0)
+    return chain
+
+
+def _places_stored(value: Value, chain: Sequence[Node]) -> int:
+    """The number of rows of matrices of `value` that are stored with columns first after `chain`; 0 if none are."""
+    view: StridedView | None = StridedView.of(value)
+    for node in chain:
+        view = None if view is None else through(node, view)
+    return 0 if view is None else _places(merged(view.factors), value.shape[-1])
 
 
 def _places(factors: Sequence[Factor], columns: int) -> int:
@@ -196,15 +210,22 @@ def _grow(
         trial.append(node)
         inside[node.outputs[0]] = None
         frontier += consumers.get(node.outputs[0], ())
-        escaping = [
-            value
-            for value in inside
-            if value in outputs or not consumers.get(value) or any(user not in trial for user in consumers[value])
-        ]
-        if escaping == [node.outputs[0]] and len(FusionGroup(group.main, trial).operands()) <= MAX_OPERANDS:
+        ends = _escaping(inside, trial, consumers, outputs) == [node.outputs[0]]
+        if ends and len(FusionGroup(group.main, trial).operands()) <= MAX_OPERANDS:
             best = list(trial)
     group.epilogue = best
     return group
+
+
+def _escaping(
+    values: Iterable[Value], nodes: Collection[Node], consumers: dict[Value, list[Node]], outputs: set[Value]
+) -> list[Value]:
+    """Those of `values` that anything but `nodes` reads, or nothing at all."""
+    return [
+        value
+        for value in values
+        if value in outputs or not consumers.get(value) or any(user not in nodes for user in consumers[value])
+    ]
 
 
 def _joins(node: Node, domain: Value, columns: int | None, *, only_floats: bool) -> bool:

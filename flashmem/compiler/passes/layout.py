@@ -43,7 +43,8 @@ class _Layouts:
             if value.constant is not None:
                 self.last[value, rank] = derived(value, name, shape, lambda a: a.reshape(full).transpose(order))
             elif (tile := _tile_of_constant(value, rank)) is not None:
-                source, repeats = self.channels_last(tile.input(0), rank), tuple(tile.attributes["repeats"][a] for a in order)
+                source = self.channels_last(tile.input(0), rank)
+                repeats = tuple(tile.attributes["repeats"][a] for a in order)
                 made = Value(name, shape, value.dtype)
                 self.last[value, rank] = self.rewriter.add("Tile", [source], made, tile.name, repeats=repeats)
             else:
@@ -70,7 +71,8 @@ def assign_layouts(graph: Graph) -> Graph:
     """`graph` (decomposed) with convolutional parts channels-last, and Transposes between the two layouts."""
     layouts = _Layouts()
     for node in graph.nodes:
-        operator, rank = REGISTRY[node.op], len(node.outputs[0].shape)
+        operator = REGISTRY[node.op]
+        rank = len(node.outputs[0].shape)
         if operator.layout == "channels_last":
             x = node.input(0)
             inputs: list[Value | None] = [layouts.channels_last(x, len(x.shape)), *map(layouts.logical, node.inputs[1:])]

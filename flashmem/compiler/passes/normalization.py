@@ -152,7 +152,8 @@ def _centred(x: Value, axes: tuple[int, ...]) -> Value | None:
     node = unreshaped(x).producer
     if node is None or node.op != "Sub" or node.outputs[0].shape != x.shape:
         return None
-    y, mean = node.input(0), node.input(1)
+    y = node.input(0)
+    mean = node.input(1)
     made = unreshaped(mean).producer
     fits = made is not None and made.op == "ReduceMean" and made.attributes["axes"] == axes and _same(made.input(0), y)
     return y if fits and y.shape == x.shape and _broadcasts(mean, x, axes) else None

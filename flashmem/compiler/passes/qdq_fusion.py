@@ -37,7 +37,8 @@ def _source(value: Value | None) -> tuple[Value, Value | None, Value] | None:
     scaled = value.producer if value is not None else None
     if scaled is None or scaled.op != "Mul" or len(scaled.inputs) != 2:
         return None
-    whole, scale = scaled.input(0), scaled.input(1)
+    whole = scaled.input(0)
+    scale = scaled.input(1)
     made = whole.producer
     if made is None or made.op != "Dequantize" or whole.shape != scaled.outputs[0].shape or scale.size != 1:
         return None

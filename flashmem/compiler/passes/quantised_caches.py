@@ -42,7 +42,8 @@ def quantise_caches(graph: Graph) -> Graph:
     read_outside = [port.value for port in graph.outputs]
     caches: dict[Node, _Cache] = {}
     for past, present in graph.states:
-        before, after = ports[past].value, ports[present].value
+        before = ports[past].value
+        after = ports[present].value
         if read_outside.count(after) == 1 and (node := _written_rows(before, after, readers)) is not None:
             shape = (*before.shape[:-1], row_bytes(before.shape[-1]))
             caches[node] = _Cache(Value(before.name, shape, "int8"), Value(after.name, shape, "int8"), node)
@@ -61,7 +62,8 @@ def quantised_states(graph: Graph) -> tuple[str, ...]:
 
 def _written_rows(past: Value, present: Value, readers: Readers) -> Node | None:
     """The node that makes `present` of `past` by writing rows, if both are a cache of floats; else None."""
-    node, size = present.producer, past.shape[-1] if past.shape else 0
+    node = present.producer
+    size = past.shape[-1] if past.shape else 0
     if node is None or node.op != "ScatterAt" or node.input(0) is not past or past.dtype != "float32":
         return None
     given = node.attributes

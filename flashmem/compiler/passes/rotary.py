@@ -171,7 +171,8 @@ class _Rows:
         return value.shape[self._rank :] if value.shape[: self._rank] == self.x.shape[:-1] else None
 
     def _computed(self, value: Value) -> _Terms | None:
-        node, shape = value.producer, self._row(value)
+        node = value.producer
+        shape = self._row(value)
         if value is self.x:
             columns = np.arange(value.shape[-1])[None]
             return _Terms(np.ones_like(columns), columns, np.full_like(columns, -1), np.zeros_like(columns))
@@ -215,7 +216,8 @@ class _Rows:
         return terms.mapped(lambda array: array.reshape(-1, *shape))
 
     def _slice(self, node: Node, terms: _Terms) -> _Terms | None:
-        starts, steps = node.attributes["starts"], node.attributes["steps"]
+        starts = node.attributes["starts"]
+        steps = node.attributes["steps"]
         row = self._row(node.outputs[0])
         if row is None or self._row(node.input(0)) is None:
             return None
@@ -247,11 +249,13 @@ def _compared(node: Node, rows: _Rows, terms: _Terms) -> _Match | None:
     turning = _turning(flat)
     if turning == 0:
         return None
-    at, half = np.arange(turning), turning // 2
+    at = np.arange(turning)
+    half = turning // 2
     is_first = flat.column[0, :turning] == at
     own = flat.mapped(lambda array: np.where(is_first, array[0, :turning], array[1, :turning]))
     other = flat.mapped(lambda array: np.where(is_first, array[1, :turning], array[0, :turning]))
-    cosines, sines = int(own.table[0]), int(other.table[0])
+    cosines = int(own.table[0])
+    sines = int(other.table[0])
     wrong = (own.table != cosines) | (other.table != sines) | (own.sign != 1) | (own.column != at) | (own.place != other.place)
     if min(cosines, sines) < 0 or wrong.any():
         return None
@@ -268,7 +272,9 @@ def _turning(flat: _Terms) -> int:
     counts = np.count_nonzero(flat.sign, axis=0)
     turning = int(np.argmax(counts != 2)) if (counts != 2).any() else len(counts)
     at = np.arange(turning, len(counts))
-    sign, column, table = flat.sign[0, turning:], flat.column[0, turning:], flat.table[0, turning:]
+    sign = flat.sign[0, turning:]
+    column = flat.column[0, turning:]
+    table = flat.table[0, turning:]
     is_still = (counts[turning:] == 1) & (sign == 1) & (column == at) & (table < 0)
     return turning if turning % 2 == 0 and is_still.all() else 0
 
@@ -283,7 +289,8 @@ def _expected(at: _Columns, half: int, width: int, interleaved: bool) -> tuple[_
 
 def _write(rewriter: Rewriter, match: _Match) -> None:
     """Append a Rotary; if x is a Transpose of rows, before it, so that attention reads the result as a view."""
-    output, x = match.node.outputs[0], match.x
+    output = match.node.outputs[0]
+    x = match.x
     tables = [_flat(rewriter, table, match.width, len(x.shape) - 1) for table in (match.cosines, match.sines)]
     given = {"half": match.half, "interleaved": match.interleaved}
     made = output if x.shape == output.shape else Value(f"{output.name}.rows", x.shape, x.dtype)
@@ -313,7 +320,8 @@ def _move(x: Value) -> Node | None:
 
 def _flat(rewriter: Rewriter, table: Value, width: int, rank: int) -> Value:
     """`table` with its `width` columns in one dimension, after at most `rank` others."""
-    shape, columns = list(table.shape), 1
+    shape = list(table.shape)
+    columns = 1
     while columns < width or len(shape) > rank:
         columns *= shape.pop()
     return reshaped(rewriter, table, (*shape, width))

@@ -31,7 +31,8 @@ def copied_row_parts(graph: Graph) -> Graph:
 
 
 def _renamed(graph: Graph, op: str, other: str, wanted: Wanted) -> Graph:
-    users, given = graph.consumers(), {port.value for port in graph.outputs}
+    users = graph.consumers()
+    given = {port.value for port in graph.outputs}
     found = {
         node: node
         for node in graph.nodes
@@ -45,9 +46,11 @@ def _renamed(graph: Graph, op: str, other: str, wanted: Wanted) -> Graph:
 
 
 def _is_part(node: Node, users: list[Node]) -> bool:
-    whole, part = node.input(0), node.outputs[0]
+    whole = node.input(0)
+    part = node.outputs[0]
     *rows, columns = whole.shape
-    starts, steps = node.attributes["starts"], node.attributes["steps"]
+    starts = node.attributes["starts"]
+    steps = node.attributes["steps"]
     return (
         whole.producer is not None
         and whole.producer.op == "MatMul"

@@ -23,7 +23,8 @@ def rows_as_images(graph: Graph) -> Graph:
     wanted = _wanted(graph)
     if not wanted:
         return graph
-    rewriter, images = Rewriter(), dict[Value, Value]()
+    rewriter = Rewriter()
+    images = dict[Value, Value]()
     for node in graph.nodes:
         output = node.outputs[0]
         if node.op == "Reshape":

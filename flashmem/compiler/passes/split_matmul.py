@@ -58,7 +58,8 @@ class _Whole:
     def part_of(self, leaf: _Leaf) -> tuple[Columns, StridedView]:
         """The group that contains `leaf`, and the leaf as a view of the group's result."""
         first, end = next(group for group in self.groups if group[0] <= leaf.columns[0] and leaf.columns[1] <= group[1])
-        wide, narrow = self.width, end - first
+        wide = self.width
+        narrow = end - first
 
         def moved(stride: int) -> int:
             return stride // wide * narrow if stride >= wide else stride
@@ -92,7 +93,8 @@ def _whole(node: Node, readers: Readers) -> _Whole | None:
     """The product `node` with the Slices of its result; None if it stays whole."""
     if not _is_product(node) or node.outputs[0].size == node.outputs[0].shape[-1]:  # parts of one row are contiguous
         return None
-    nodes, value = [node], node.outputs[0]
+    nodes = [node]
+    value = node.outputs[0]
     while (reader := readers.single(value)) is not None and is_by_column(reader, value):
         nodes.append(reader)
         value = reader.outputs[0]
@@ -142,7 +144,8 @@ def _gather(value: Value, view: StridedView, width: int, readers: Readers, leave
 
 def _columns(view: StridedView, rows: int, width: int) -> Columns | None:
     """The range of columns that a Slice selects in each of `rows` rows; None if it is no such Slice."""
-    run, count = 1, 1
+    run = 1
+    count = 1
     for size, stride in sorted(view.factors, key=lambda each: each[1]):
         if stride >= width:
             count *= size
@@ -250,7 +253,8 @@ class _Splitting:
         starts = (*[0] * (len(root.shape) - 1), first)
         part = Value(f"{leaf.node.outputs[0].name}.columns", (*root.shape[:-1], end - first), root.dtype)
         self.rewriter.add("Slice", [root], part, leaf.node.name, starts=starts, steps=(1,) * len(root.shape))
-        width, narrow = root.shape[-1], end - first
+        width = root.shape[-1]
+        narrow = end - first
         dimensions = tuple(
             merged([(size, stride // width * narrow if stride >= width else stride) for size, stride in each])
             for each in view.dimensions

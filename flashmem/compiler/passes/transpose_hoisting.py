@@ -38,11 +38,13 @@ def _found(product: Node, readers: Readers) -> _Found | None:
     weight = product.input(1)
     if weight.constant is None or math.prod(weight.shape[:-2]) != 1 or not _is_moved(product.input(0), readers):
         return None
-    nodes, value = [product], product.outputs[0]
+    nodes = [product]
+    value = product.outputs[0]
     while (reader := readers.single(value)) is not None and is_by_column(reader, value):
         nodes.append(reader)
         value = reader.outputs[0]
-    view, best = StridedView.of(value), None
+    view = StridedView.of(value)
+    best = None
     while (reader := readers.single(value)) is not None and reader.op in ("Reshape", "Transpose"):
         value = reader.outputs[0]
         seen = through(reader, view)
@@ -65,8 +67,10 @@ def _is_moved(value: Value, readers: Readers) -> bool:
 
 def _write(rewriter: Rewriter, found: _Found) -> None:
     """Append the product of the moved rows, and its elementwise operators."""
-    product, output = found.nodes[0], found.end.outputs[0]
-    source, wide = product.input(0), output.shape[-1]
+    product = found.nodes[0]
+    output = found.end.outputs[0]
+    source = product.input(0)
+    wide = output.shape[-1]
     depth = source.shape[-1]
     rows = tuple(tuple((size, stride // wide * depth) for size, stride in each) for each in found.view.dimensions[:-1])
     moved = Value(f"{output.name}.rows", (*output.shape[:-1], depth), source.dtype)

@@ -154,7 +154,8 @@ class _Moves:
             order = self._shaped(node, order)
             cost = sum(self._cost(value, order) for value in dict.fromkeys(node.inputs) if value is not None)
             if cost < best:
-                best, chosen = cost, order
+                best = cost
+                chosen = order
         if chosen is None:
             return False
         inputs = [None if value is None else self._brought(value, chosen) for value in node.inputs]
@@ -214,12 +215,14 @@ class _Moves:
 
     def _rows(self, node: Node, axis: int) -> bool:
         """Rows of the dimensions from `axis` on, if they are contiguous in memory; the result keeps the operand's order."""
-        source, output = node.input(0), node.outputs[0]
+        source = node.input(0)
+        output = node.outputs[0]
         view = self.views[source]
         columns = math.prod(source.shape[axis:])
         if not view.has_rows(axis):
             return False
-        root, wide = view.root, math.prod(output.shape[axis:])
+        root = view.root
+        wide = math.prod(output.shape[axis:])
         shape = root.shape if root.shape[-1] == columns else (root.size // columns, columns)
         x = self._reshaped(root, shape) if root.shape != shape else root
         attributes = {**node.attributes, **({"axes": (len(shape) - 1,)} if "axes" in node.attributes else {})}
@@ -234,7 +237,8 @@ class _Moves:
 
     def _groups(self, node: Node) -> bool:
         """Groups of channels, channels-last: short runs of columns in many rows are normalized together."""
-        output, view = node.outputs[0], self.views[node.input(0)]
+        output = node.outputs[0]
+        view = self.views[node.input(0)]
         sizes = view.groups(node.attributes["axes"])
         if sizes is None:
             return False
@@ -269,16 +273,20 @@ class _Moves:
 
         If several Slices cut one tensor into contiguous runs, they are not deferred: in order they need no copies.
         """
-        output, view = node.outputs[0], self.views[node.input(0)]
+        output = node.outputs[0]
+        view = self.views[node.input(0)]
         if len(self.readers.of(node.input(0))) > 1 and first_of_run(node) is not None:
             return False
         flat = [
             (axis, place, *factor) for axis, dimension in enumerate(view.dimensions) for place, factor in enumerate(dimension)
         ]
         flat.sort(key=lambda each: -each[3])
-        starts, steps, sizes = [], [], []
+        starts = []
+        steps = []
+        sizes = []
         for axis, _, size, _ in flat:
-            start, step = node.attributes["starts"][axis], node.attributes["steps"][axis]
+            start = node.attributes["starts"][axis]
+            step = node.attributes["steps"][axis]
             is_cut = (start, step, output.shape[axis]) != (0, 1, view.shape[axis])
             if is_cut and len(view.dimensions[axis]) > 1:
                 return False
@@ -299,7 +307,9 @@ class _Moves:
 
     def _pool(self, node: Node) -> bool:
         """Pooling windows that tile the image of a view: the same result inside the images they were cut from."""
-        given, view, output = node.attributes, self.views[node.input(0)], node.outputs[0]
+        given = node.attributes
+        view = self.views[node.input(0)]
+        output = node.outputs[0]
         kernel = given["kernel"]
         fits = (
             len(kernel) == 2
@@ -323,8 +333,10 @@ class _Moves:
         made = self.rewriter.emit(node.op, [x], sizes, output.dtype, output.name, **given)
         assert made.producer is not None
         made.producer.name = node.name
-        images, windows = kernel[0] * kernel[1], kernel[1]
+        images = kernel[0] * kernel[1]
+        windows = kernel[1]
         batch = tuple((size, stride // (images if stride >= down * height else windows)) for size, stride in view.dimensions[0])
-        rows, places = (height // kernel[0], down // windows), (width // kernel[1], across)
+        rows = (height // kernel[0], down // windows)
+        places = (width // kernel[1], across)
         self._wait(output, StridedView(made, 0, (batch, merged([rows]), merged([places]), ((channels, 1),))))
         return True

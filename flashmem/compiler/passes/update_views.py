@@ -7,6 +7,7 @@ values are read from its products, or from what rotates them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from flashmem.compiler.ir.builder import Rewriter, replaced
 from flashmem.compiler.ir.graph import Graph, Node
@@ -27,33 +28,50 @@ def _folded(node: Node) -> tuple[Node, StridedView, dict[str, object]] | None:
     """A scatter with the view that it can read its updates through, and its attributes for that; None if nothing changes."""
     if node.op not in ("ScatterAt", "ScatterQuantised"):
         return None
-    updates, given = node.input(2), node.attributes
-    view = view_of(updates, KEPT)
-    if (
-        view.root is updates
-        or view.root is view_of(node.input(0), KEPT).root
-        or view.root.constant is not None
-        or view.scale != 1.0
-    ):
+    given, view = node.attributes, _farther(node)
+    if view is None:
         return None
     factors = view.factors
-    columns = _strides(factors, given["size"], 1) if node.op == "ScatterQuantised" else ()
-    steps = [_strides(factors, *factor) for factor in given["update_step"]]
-    items = [_strides(factors, *each) for each in zip(given["items"], given["update"], strict=True)]
-    if columns is None or any(stride != 1 for _, stride in columns) or None in steps:
+    if node.op == "ScatterQuantised" and not _has_columns(factors, given["size"]):
         return None
-    if any(dimension is None or len(dimension) > 1 for dimension in items):
+    steps = _all_strides(factors, given["update_step"])
+    items = _all_strides(factors, zip(given["items"], given["update"], strict=True))
+    if steps is None or items is None or any(len(dimension) > 1 for dimension in items):
         return None
     return (
         node,
         view,
         {
             **given,
-            "update": tuple(dimension[0][1] if dimension else 0 for dimension in items if dimension is not None),
-            "update_step": merged([factor for dimension in steps for factor in dimension or ()]),
+            "update": tuple(dimension[0][1] if dimension else 0 for dimension in items),
+            "update_step": merged([factor for dimension in steps for factor in dimension]),
             "update_start": given["update_start"] + view.start,
         },
     )
+
+
+def _farther(node: Node) -> StridedView | None:
+    """The updates of a scatter as a view of an activation, which is not the one that the scatter writes to; None if they are
+    none.
+    """
+    updates = node.input(2)
+    view = view_of(updates, KEPT)
+    if view.root is updates or view.root is view_of(node.input(0), KEPT).root:
+        return None
+    return view if view.root.constant is None and view.scale == 1.0 else None
+
+
+def _has_columns(factors: tuple[Factor, ...], size: int) -> bool:
+    """Whether the last `size` elements of a view with `factors` are neighbours in its root."""
+    columns = _strides(factors, size, 1)
+    return columns is not None and all(stride == 1 for _, stride in columns)
+
+
+def _all_strides(factors: tuple[Factor, ...], wanted: Iterable[Factor]) -> list[Dimension] | None:
+    """`_strides` of each count and stride of `wanted`; None if one has none."""
+    found = [_strides(factors, *each) for each in wanted]
+    known = [each for each in found if each is not None]
+    return known if len(known) == len(found) else None
 
 
 def _write(rewriter: Rewriter, found: tuple[Node, StridedView, dict[str, object]]) -> None:
@@ -68,10 +86,12 @@ def _strides(factors: tuple[Factor, ...], count: int, stride: int) -> Dimension 
     """
     if count == 1 or stride == 0:
         return merged([(count, 0)])
-    inner, end = 1, stride * count
+    inner = 1
+    end = stride * count
     pieces: list[Factor] = []
     for size, step in reversed(factors):
-        low, high = max(inner, stride), min(inner * size, end)
+        low = max(inner, stride)
+        high = min(inner * size, end)
         if low < high:
             if low % inner or high % low or inner * size % high:
                 return None

@@ -69,33 +69,40 @@ def _folded(node: Node) -> str | None:
 
 
 def _same_elements(node: Node) -> str | None:
-    source, made = node.input(0), node.outputs[0]
+    source = node.input(0)
+    made = node.outputs[0]
     same = source.size == made.size and source.dtype == made.dtype
     return None if same else "its result has other elements than its source"
 
 
 def _transposed(node: Node) -> str | None:
-    source, made, perm = node.input(0), node.outputs[0], node.attributes["perm"]
+    source = node.input(0)
+    made = node.outputs[0]
+    perm = node.attributes["perm"]
     fits = sorted(perm) == list(range(len(source.shape))) and made.shape == tuple(source.shape[axis] for axis in perm)
     return None if fits and source.dtype == made.dtype else "its shape is not its source's, permuted"
 
 
 def _sliced(node: Node) -> str | None:
-    source, made = node.input(0), node.outputs[0]
+    source = node.input(0)
+    made = node.outputs[0]
     given = zip(source.shape, made.shape, node.attributes["starts"], node.attributes["steps"], strict=True)
     inside = all(0 <= start < size and 0 <= start + (count - 1) * step < size for size, count, start, step in given)
     return None if inside and source.dtype == made.dtype else "it takes elements outside its source"
 
 
 def _joined(node: Node) -> str | None:
-    axis, made = node.attributes["axis"], node.outputs[0]
+    axis = node.attributes["axis"]
+    made = node.outputs[0]
     parts = [value.shape for value in node.inputs if value is not None]
     alike = all((*part[:axis], *part[axis + 1 :]) == (*made.shape[:axis], *made.shape[axis + 1 :]) for part in parts)
     return None if alike and sum(part[axis] for part in parts) == made.shape[axis] else "its parts do not fill its result"
 
 
 def _product(node: Node) -> str | None:
-    left, right, made = node.input(0).shape, node.input(1).shape, node.outputs[0].shape
+    left = node.input(0).shape
+    right = node.input(1).shape
+    made = node.outputs[0].shape
     depth, columns = right[-2:][:: -1 if node.attributes["transposed"] else 1]
     fits = left[-1] == depth and made[-1] == columns and made[-2:-1] == left[-2:-1]
     return None if fits and _spread([left[:-2], right[:-2]]) == made[:-2] else "the shapes of a product do not fit"

@@ -9,8 +9,8 @@ from flashmem.compiler.configs.config import CompiledCost, EstimatedDevice, Kern
 from flashmem.compiler.configs.listed import configs_of
 from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.kernels.contraction.configs import PlainContraction, Winograd
+from flashmem.compiler.selection.counted_code import cycles_of, load_codes
 from flashmem.compiler.selection.tuning_database import load_database
-from flashmem.planning.capacity.compiled import cycles_of, load_codes
 from flashmem.target.descriptor import DeviceDescriptor
 
 _EXPOSED = 0.125
@@ -86,11 +86,11 @@ def _compiled(descriptor: DeviceDescriptor, workload: Workload, config: KernelCo
     proportion to the estimates of both.
     """
     pipelines, device = descriptor.pipelines, EstimatedDevice.of(descriptor)
-    if pipelines is None or not descriptor.capacity_model or not isinstance(config, PlainContraction):
+    if pipelines is None or not descriptor.counted or not isinstance(config, PlainContraction):
         return None
     tile = config.cut(workload)
     kind = workload.family, tile.half > 0, "" if workload.family == "matmul_dynamic" else workload.path
-    codes = [code for code in load_codes(descriptor.capacity_model) if (code.family, code.half > 0, code.memory_path) == kind]
+    codes = [code for code in load_codes(descriptor.counted) if (code.family, code.half > 0, code.memory_path) == kind]
     if not codes:
         return None
     code = min(codes, key=lambda each: abs(each.rows - tile.rows) + abs(each.columns - tile.columns))

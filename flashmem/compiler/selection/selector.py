@@ -73,7 +73,8 @@ class KernelSelector:
         limited: bool = False,
         refused: frozenset[str] = frozenset(),
     ) -> None:
-        self._descriptor, self._limited = descriptor, limited
+        self._descriptor = descriptor
+        self._limited = limited
         self._optimize = optimize
         self.refused = refused
         self._avoided: dict[KernelRequest, set[KernelConfig]] = defaultdict(set)
@@ -114,7 +115,8 @@ class KernelSelector:
 
     def recent(self) -> frozenset[KernelRequest]:
         """The requests since the last call."""
-        recent, self._recent = frozenset(self._recent), set()
+        recent = frozenset(self._recent)
+        self._recent = set()
         return recent
 
     def avoid(self, kernel: str, requests: Iterable[KernelRequest]) -> bool:
@@ -142,7 +144,9 @@ class KernelSelector:
         Of configs that read the same packed weights, it chooses the fastest, if that is worth another kernel.
         """
         later = KernelSelector(self._descriptor, "steady", limited=self._limited, refused=self.refused)
-        later._first, later._avoided, later.left_out = self, self._avoided, self.left_out
+        later._first = self
+        later._avoided = self._avoided
+        later.left_out = self.left_out
         return later
 
     def on_device(self, descriptor: DeviceDescriptor) -> KernelSelector:
@@ -199,7 +203,8 @@ class KernelSelector:
         In later runs no weight is still in a cache after all others have been read. A CPU's `memory_bandwidth` may be that of
         its caches; a copy reads and writes.
         """
-        rates, cpu = self._descriptor.rates, self._descriptor.kind == "cpu"
+        rates = self._descriptor.rates
+        cpu = self._descriptor.kind == "cpu"
         if self._optimize == "cold":
             return rates.disk_bandwidth
         return min(rates.memory_bandwidth, 2 * rates.copy_bandwidth) if cpu else rates.memory_bandwidth
@@ -240,7 +245,8 @@ def fewest(costs: Sequence[Mapping[KernelConfig, float]], build: float) -> list[
     """
 
     def assigned(chosen: Sequence[KernelConfig]) -> tuple[float, list[KernelConfig]]:
-        total, found = build * len(chosen), []
+        total = build * len(chosen)
+        found = []
         for row in costs:
             best = min((config for config in chosen if config in row), key=lambda config: row[config], default=None)
             if best is None:
@@ -256,7 +262,9 @@ def fewest(costs: Sequence[Mapping[KernelConfig, float]], build: float) -> list[
         cheaper, assignment, left = min(((*assigned(kept), kept) for kept in fewer), key=lambda each: each[0])
         if cheaper >= total:
             break
-        total, found, chosen = cheaper, assignment, left
+        total = cheaper
+        found = assignment
+        chosen = left
     return found
 
 

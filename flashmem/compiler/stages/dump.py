@@ -78,7 +78,8 @@ class StageFolder:
 
     def compiled(self, made: CompiledVariant, read: Graph) -> None:
         """Write the results from the graph as `read` to the layouts. Those that nothing keeps are made again."""
-        placed, generated = made.generated.placed, made.generated
+        placed = made.generated.placed
+        generated = made.generated
         ordered = placed.fused
         if ordered.graph is not read:
             self.write(PATCH, PATCH.text(ordered.graph))

@@ -41,7 +41,8 @@ class GroupedGraph:
 
     def __init__(self, fused: FusedGraph, precision: Precision, *, lowest_order: bool = True) -> None:
         self.fused = fused
-        self._precision, self._lowest_order = precision, lowest_order
+        self._precision = precision
+        self._lowest_order = lowest_order
         self.placed = lru_cache(_KEPT)(self._placed)
 
     @classmethod
@@ -159,5 +160,6 @@ class Pipeline:
         if objective_of(self.options.request.resolved_objective).completes_at_once:
             return tried.plan
         with self.watch("plan_and_check"):
-            program, options = tried.generated.program, self.options
+            program = tried.generated.program
+            options = self.options
             return completed(tried.instance, tried.plan, program, options.mode, options.request, soonest=self.soonest)

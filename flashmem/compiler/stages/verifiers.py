@@ -73,7 +73,8 @@ def _source(value: Value, ready: set[Value]) -> Value:
 
 def verify_placed(placed: PlacedGraph) -> None:
     """Each launched group reads values that exist, and that no group before it has overwritten."""
-    aliases, overwritten = placed.buffers.aliases, placed.buffers.overwritten
+    aliases = placed.buffers.aliases
+    overwritten = placed.buffers.overwritten
     ready = {*(port.value for port in placed.fused.graph.inputs), *placed.lookups}
     gone: dict[Value, list[tuple[int, int, Node]]] = {}
     for group in placed.launched:

@@ -87,7 +87,8 @@ class PatchChoice:
                 continue
             alive = without
             chosen = [*kept, best]
-            first, last = best.chain.first, best.chain.last
+            first = best.chain.first
+            last = best.chain.last
             alive[first : last + 1] = [best.alive] * (last + 1 - first)
             known.append(_Known(self._signatures[first : last + 1], peak - first, best.chain.starts[1], best.alive))
         return sorted((tried.chain for tried in chosen), key=lambda chain: chain.first), max(alive, default=0)
@@ -184,7 +185,8 @@ def _rank(found: Estimate, limit: int, alive: Sequence[int]) -> tuple[float, ...
 
     Within the limit: launches for each byte saved above it. Above the limit: the peak in the chain and next to it.
     """
-    first, last = found.chain.first, found.chain.last
+    first = found.chain.first
+    last = found.chain.last
     if found.alive <= limit:
         gone = sum(max(0, now - limit) for now in alive[first : last + 1])
         return (0, found.launches / max(1, gone), found.alive)

@@ -117,7 +117,8 @@ class Estimates:
         again = self._work(part)
         if again > MOST_AGAIN:
             return None
-        inputs, late = self._inputs(part), self._late(part)
+        inputs = self._inputs(part)
+        late = self._late(part)
         weights = sum({v: self._memory.weight_bytes(v) for n in part.nodes for v in _weights(n, patch)}.values())
         alive = max(self._outside(part, late), self._inside(part, inputs) + max(0, weights - self._memory.in_flight))
         taken = sum(any(node in patch.parts for node in unit) for unit in self.nodes[chain.first : chain.last + 1])
@@ -167,8 +168,10 @@ class Estimates:
 
     def _inside(self, part: _Patched, inputs: _Inputs) -> int:
         """The most live bytes inside the patches, without weights."""
-        first, last = part.chain.first, part.chain.last
-        spans, nbytes = self.lifetimes.spans, self._nbytes
+        first = part.chain.first
+        last = part.chain.last
+        spans = self.lifetimes.spans
+        nbytes = self._nbytes
         needed = inputs.whole | inputs.ranges
         # Computed in the chain before the first patch, and needed by patches.
         before = {v for v in self.lifetimes.born(first, last) if v not in part.made and v not in part.results and v in needed}
@@ -185,7 +188,8 @@ class Estimates:
 
     def _late(self, part: _Patched) -> set[int]:
         """The groups in the chain that read results of the patches and are not in patches."""
-        behind, late = set(part.made), set()
+        behind = set(part.made)
+        late = set()
         for i in range(part.chain.first, part.chain.last + 1):
             for node in self.nodes[i]:
                 if node.outputs[0] not in part.made and not behind.isdisjoint(node.inputs):
@@ -207,7 +211,8 @@ class Estimates:
                     last[self._base(value)] = self._at[node]
         change: dict[int, int] = {}
         for node in part.nodes:
-            value, at = node.outputs[0], self._at[node]
+            value = node.outputs[0]
+            at = self._at[node]
             if value in self.lifetimes.spans and value not in part.results:
                 change[at] = change.get(at, 0) + self._part(value, part.patch)
                 end = last.get(value, at) + 1

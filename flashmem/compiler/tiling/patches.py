@@ -75,7 +75,8 @@ def patch_of(
     The latter are `whole`, values that operators without such a part compute or need whole, and their own operands. `made`: the
     results of `nodes`. `tile`: `tiled`, or a cache of it.
     """
-    patch, before = Patch({end: span}), set(whole)
+    patch = Patch({end: span})
+    before = set(whole)
     for node in reversed(nodes):
         wanted = patch.needs.get(node.outputs[0])
         part = None
@@ -132,7 +133,8 @@ def alike(
     made = {value for node in nodes for value in node.outputs}
     whole: set[Value] = set()
     for _ in itertools.count() if rounds is None else range(rounds):
-        patches, found = [], set(whole)
+        patches = []
+        found = set(whole)
         for span in spans:
             patch, before = patch_of(nodes, made, end, span, found, tile)
             patches.append(patch)
@@ -166,7 +168,8 @@ def in_patches(fused: FusedGraph, chains: Sequence[Chain]) -> Graph:
     Raises:
         ValueError: a chain whose last operator has no such parts.
     """
-    graph, groups = fused.graph, fused.groups
+    graph = fused.graph
+    groups = fused.groups
     nodes = units(graph, groups)
     writer = _Writer()
     for node in nodes[0]:
@@ -249,7 +252,8 @@ class _Writer:
                     inputs.append(self.rewriter.now(value))
             [output] = node.outputs
             span = patch.needs[output]
-            shape, name = span.of(output.shape), f"[{span.start}:{span.stop}]"
+            shape = span.of(output.shape)
+            name = f"[{span.start}:{span.stop}]"
             if node.op == "Slice" and inputs[0] is not None and inputs[0].shape == shape:
                 made[output] = inputs[0]
                 continue
@@ -262,7 +266,8 @@ class _Writer:
         if span.is_whole(value.shape):
             return value
         if (value, span) not in self._sliced:
-            shape, name = span.of(value.shape), f"{value.name}[{span.start}:{span.stop}]"
+            shape = span.of(value.shape)
+            name = f"{value.name}[{span.start}:{span.stop}]"
             if value.constant is not None:
                 index = (*[slice(None)] * span.axis, slice(span.start, span.stop))
                 self._sliced[value, span] = derived(value, name, shape, lambda array: array[index])

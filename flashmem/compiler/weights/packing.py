@@ -211,13 +211,15 @@ class Packing:
 
     def _images(self, slice_bytes: int) -> list[PackedSlice]:
         """The slices as images; none if the device's images are too small."""
-        device, texel = self.descriptor, TEXEL_BYTES[self.channel]
+        device = self.descriptor
+        texel = TEXEL_BYTES[self.channel]
         limits = ImageLimits(device.image_max_width, device.image_max_height, device.image_pitch_alignment or 1)
         panels = Panels(self.panels, self.depth, self.panel_texels, texel, self.fold_unit)
         found = cut(panels, limits, slice_bytes)
         if found is None:
             return []
-        folds, parts = -(-self.depth // found.rows), []
+        folds = -(-self.depth // found.rows)
+        parts = []
         for first, end in pairwise(found.bounds):
             width = (end - first) * self.panel_texels * folds
             pitch = limits.aligned(width) * texel
@@ -269,7 +271,8 @@ class Packing:
 
     def _with_heads(self, index: int, columns: Columns, heads: Sequence[Columns]) -> NDArray[np.uint8]:
         """Pack one panel in bytes: each block's head, then its rows of codes."""
-        start, stop = self._column(index), self._column(index + 1)
+        start = self._column(index)
+        stop = self._column(index + 1)
         codes = self._panel(index, columns).view(np.uint8)
         parts = []
         for storage, columns_of in zip(self.heads, heads, strict=True):
@@ -282,7 +285,8 @@ class Packing:
 
     def _panel(self, index: int, columns: Columns) -> NDArray[Any]:
         """Pack one panel: [depth, elements of a row]."""
-        start, stop = self._column(index), self._column(index + 1)
+        start = self._column(index)
+        stop = self._column(index + 1)
         panel = np.zeros((self.depth, self.panel), self.dtype)
         panel[:, : stop - start] = columns(start, stop)
         if self.words:

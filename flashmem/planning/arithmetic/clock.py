@@ -124,18 +124,25 @@ class TimingModel:
         """The end of each load and the start of each read, in the order of needs; and the compute queue."""
         opened = [releases[w.name] or 1 for w in self._by_need]
         order = self._order(opened)
-        reading, handed, last_piece = self._in_cache if in_cache else self._read, self._handed, self._last_piece
-        needed, compute = self._needed, self.compute()
-        ready, done = compute.ready, compute.done
-        loaded, read = [0.0] * len(order), [0.0] * len(order)
-        disk, host = 0.0, self.instance.opening_seconds
+        reading = self._in_cache if in_cache else self._read
+        handed = self._handed
+        last_piece = self._last_piece
+        needed = self._needed
+        compute = self.compute()
+        ready = compute.ready
+        done = compute.done
+        loaded = [0.0] * len(order)
+        read = [0.0] * len(order)
+        disk = 0.0
+        host = self.instance.opening_seconds
         for at in order:
             release = opened[at]
             if release > 1:
                 if release > len(done):
                     compute.until(release - 1)
                 opens = done[release - 1]
-                disk, host = max(disk, opens), max(host, opens)
+                disk = max(disk, opens)
+                host = max(host, opens)
             read[at] = disk
             disk += reading[at]
             loaded[at] = host = max(host + handed[at], disk + last_piece[at])

@@ -56,7 +56,8 @@ def earliest_releases(instance: Instance, preload: Collection[str], limit: int) 
     """
     releases = {w.name: 0 for w in instance.weights if w.name in preload}
     freed = [0] * (len(instance.layers) + 1)
-    layer, resident = 1, 0  # bytes of the weights placed so far with their last use at `layer` or later
+    layer = 1
+    resident = 0  # bytes of the weights placed so far with their last use at `layer` or later
     for w in sorted((w for w in instance.weights if w.name not in preload), key=lambda w: w.first_use):
         while resident + w.nbytes > limit:
             resident -= freed[layer]
@@ -134,7 +135,8 @@ def released_late(timing: TimingModel, releases: Mapping[str, int], clock: Clock
 
 
 def _released_late(timing: TimingModel, releases: Mapping[str, int], clock: Clock, seconds_per_byte: float) -> dict[str, int]:
-    needs, moves = timing.needs, timing.moves
+    needs = timing.needs
+    moves = timing.moves
     later = dict(releases)
     begin = clock.done[-1] if clock.done else 0.0
     done = (timing.instance.opening_seconds, *clock.done)  # index l: the end of layer l
@@ -174,11 +176,14 @@ def in_turn(timing: TimingModel, preload: Collection[str], releases: Mapping[str
 def _in_turn(
     timing: TimingModel, resident: list[WeightSpec], releases: Mapping[str, int], seconds_per_byte: float
 ) -> dict[str, int]:
-    needs, compute = timing.needs, timing.compute()
+    needs = timing.needs
+    compute = timing.compute()
     streamed = [w for w in timing.order(releases) if w.name in timing.moves]
     waiting = sorted(resident, key=lambda w: w.first_use)
     found = dict(releases)
-    now, release, at = 0.0, 1, 0
+    now = 0.0
+    release = 1
+    at = 0
     for w in timing.instance.weights:  # the weights of W that layer 1 uses
         if w.first_use == 1:
             now += w.nbytes * seconds_per_byte

@@ -1,11 +1,13 @@
 """Load capacity C_l: the bytes that can be streamed during a launch within the slowdown its class tolerates (FlashMem 4.2).
 
-The planner uses the protocol `CapacityModel`. Two models implement it: `roofline.Roofline` over the rates of a descriptor, and
-`predictor.Predictor`, trained on measurements of `flashmem profile`. `choice.default_model` selects one for a descriptor.
+The planner uses the protocol `CapacityModel`. Three models implement it: `roofline.Roofline` over the rates of a descriptor,
+`predictor.Predictor`, trained on measurements of `flashmem profile`, and `family.FamilyPredictor`, trained on compiled code of
+a GPU family. `choice.default_model` selects one for a descriptor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, Protocol
 
 from flashmem.base.types import OperatorClass, TransferMode
@@ -27,6 +29,10 @@ class CapacityModel(Protocol):
     @property
     def note(self) -> str:
         """The source of the numbers, for the notes of a plan."""
+        ...
+
+    def prepare(self, launches: Iterable[tuple[Launch, int]], mode: TransferMode) -> None:
+        """Predict launches, each with the bytes of its weights, ahead and together, where that is faster."""
         ...
 
     def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:

@@ -8,7 +8,7 @@ NAME.seconds.ubj and NAME.slowdown.ubj, in XGBoost's format. Their attributes co
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple
 from functools import lru_cache
 from math import isclose
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xgboost
 from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
@@ -33,6 +32,7 @@ from flashmem.planning.capacity.features import (
     load_features,
 )
 from flashmem.planning.capacity.model import SECONDS, SLOWDOWN
+from flashmem.planning.capacity.trees import Trees
 from flashmem.program.launches import Launch
 from flashmem.target.descriptor import Rates
 
@@ -48,7 +48,7 @@ _ROUNDED = 0.005
 class Predictor:
     """Both models, for launches of programs on one memory path."""
 
-    def __init__(self, seconds: xgboost.Booster, slowdown: xgboost.Booster, basis: Basis, memory_path: MemoryPath) -> None:
+    def __init__(self, seconds: Trees, slowdown: Trees, basis: Basis, memory_path: MemoryPath) -> None:
         self._seconds, self._slowdown = seconds, slowdown
         self._kernel_columns = _columns(seconds, KERNEL_FEATURES)
         self._load_columns = _columns(slowdown, LOAD_FEATURES)
@@ -60,14 +60,14 @@ class Predictor:
         self._curves: dict[tuple[LaunchFeatures, TransferMode], NDArray[np.float64]] = {}
 
     @property
-    def boosters(self) -> tuple[xgboost.Booster, xgboost.Booster]:
+    def trees(self) -> tuple[Trees, Trees]:
         """The models of latency and of slowdown."""
         return self._seconds, self._slowdown
 
     @property
     def trained_on(self) -> tuple[str, ...]:
         """The origins of the launches it was trained on (`profiler.dataset.Row`); empty if the models do not record them."""
-        about = json.loads(self._seconds.attr(_ATTRIBUTE) or "{}")
+        about = _about(self._seconds)
         return tuple(about.get("origins", ()))
 
     @property
@@ -111,7 +111,7 @@ class Predictor:
         """`seconds` of a launch, from its features."""
         if features not in self._known:
             roofline = self.basis.roofline(features)
-            difference = self._seconds.inplace_predict(kernel_features([features], [roofline])[:, self._kernel_columns])
+            difference = self._seconds.predict(kernel_features([features], [roofline])[:, self._kernel_columns])
             self._known[features] = self._here.roofline(features) * float(np.exp(difference[0]))
         return self._known[features]
 
@@ -125,7 +125,7 @@ class Predictor:
             seconds = np.full(count, self.seconds_of(features))
             rates = np.full(count, self._here.rate(features.memory_path, mode))
             rows = load_features(kernels, own, seconds, [mode] * count, own * _GRID, rates)
-            curve = np.exp(np.maximum(self._slowdown.inplace_predict(rows[:, self._load_columns]), 0.0).astype(np.float64))
+            curve = np.exp(np.maximum(self._slowdown.predict(rows[:, self._load_columns]), 0.0).astype(np.float64))
             curve[0] = 1.0
             self._curves[key] = curve
         return self._curves[key]
@@ -138,6 +138,9 @@ class Predictor:
         """`streamable_bytes` of a launch, from its features."""
         return ratio_within(_GRID, self.slowdown_curve(features, mode), slowdown) * features.own_bytes
 
+    def prepare(self, launches: Iterable[tuple[Launch, int]], mode: TransferMode) -> None:
+        """Predictions are made one by one, as they are asked for."""
+
     @staticmethod
     def load(name_or_stem: str, memory_path: MemoryPath) -> Predictor:
         """Load the models of a shipped descriptor by its name, or of a file by its path without `.seconds.ubj`.
@@ -145,36 +148,44 @@ class Predictor:
         Raises:
             UserError: they are missing, damaged, or of another version.
         """
-        boosters = []
-        for suffix, features in ((SECONDS, KERNEL_FEATURES), (SLOWDOWN, LOAD_FEATURES)):
-            name = name_or_stem + suffix
-            try:
-                stem = Path(name_or_stem)
-                booster = _booster(Path(name).read_bytes() if stem.is_absolute() else read_bytes("devices", name))
-                about = json.loads(booster.attr(_ATTRIBUTE) or "{}")
-            except (OSError, xgboost.core.XGBoostError, ValueError) as error:
-                reason = str(error).splitlines()[0]
-                raise UserError(f"capacity model {name} cannot be read ({reason}); run flashmem profile again") from error
+        seconds, slowdown = (load_trees(name_or_stem, suffix) for suffix in (SECONDS, SLOWDOWN))
+        for each, suffix, features in ((seconds, SECONDS, KERNEL_FEATURES), (slowdown, SLOWDOWN, LOAD_FEATURES)):
+            about = _about(each)
             if about.get("version") != FORMAT_VERSION or not set(about.get("features", ())) <= set(features):
-                raise UserError(f"capacity model {name} is of another version of flashmem; run flashmem profile again")
-            boosters.append(booster)
-        return _predictor(boosters[0], boosters[1], memory_path)
+                what = f"capacity model {name_or_stem}{suffix} is of another version of flashmem"
+                raise UserError(f"{what}; run flashmem profile again")
+        return _predictor(seconds, slowdown, memory_path)
+
+
+def load_trees(name_or_stem: str, suffix: str) -> Trees:
+    """One of the two models (`SECONDS`, `SLOWDOWN`), shipped by name or by a path without its suffix.
+
+    Raises:
+        UserError: it is missing or damaged.
+    """
+    name = name_or_stem + suffix
+    try:
+        return _trees(Path(name).read_bytes() if Path(name).is_absolute() else read_bytes("devices", name))
+    except (OSError, ValueError) as error:
+        raise UserError(f"capacity model {name} cannot be read ({error}); run flashmem profile again") from error
+
+
+@lru_cache(maxsize=16)
+def _trees(data: bytes) -> Trees:
+    """The model in `data`; all predictors of the same bytes share it, because parsing takes 60 ms."""
+    return Trees(data)
+
+
+def _about(trees: Trees) -> dict[str, Any]:
+    """What `describe` has written."""
+    found: dict[str, Any] = json.loads(trees.attributes.get(_ATTRIBUTE, "{}"))
+    return found
 
 
 @lru_cache(maxsize=8)
-def _booster(data: bytes) -> xgboost.Booster:
-    """The model in `data`. It is read-only, so all predictors of the same bytes share it: parsing takes 10 ms."""
-    booster = xgboost.Booster()
-    booster.load_model(bytearray(data))
-    booster.set_param({"nthread": 1})  # for a few rows at a time, more threads are slower
-    return booster
-
-
-@lru_cache(maxsize=8)
-def _predictor(seconds: xgboost.Booster, slowdown: xgboost.Booster, memory_path: MemoryPath) -> Predictor:
+def _predictor(seconds: Trees, slowdown: Trees, memory_path: MemoryPath) -> Predictor:
     """The predictor of two models. A program is planned several times, and most of its launches are the same each time."""
-    about = json.loads(slowdown.attr(_ATTRIBUTE) or "{}")
-    return Predictor(seconds, slowdown, Basis(**about["basis"]), memory_path)
+    return Predictor(seconds, slowdown, Basis(**_about(slowdown)["basis"]), memory_path)
 
 
 def ratio_within(ratios: NDArray[np.float64], slowdowns: NDArray[np.float64], allowed: float) -> float:
@@ -191,9 +202,9 @@ def ratio_within(ratios: NDArray[np.float64], slowdowns: NDArray[np.float64], al
     return float(ratios[after - 1] + (ratios[after] - ratios[after - 1]) * (limit - low) / (high - low))
 
 
-def _columns(booster: xgboost.Booster, features: Sequence[str]) -> list[int]:
+def _columns(trees: Trees, features: Sequence[str]) -> list[int]:
     """Columns of the features that a model was trained with. A model trained before a feature was added does not use it."""
-    trained = json.loads(booster.attr(_ATTRIBUTE) or "{}").get("features", features)
+    trained = _about(trees).get("features", features)
     return [features.index(name) for name in trained]
 
 

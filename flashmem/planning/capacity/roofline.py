@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flashmem.base.types import TransferMode
 from flashmem.program.launches import Launch
 from flashmem.schedule.modes import MODES
@@ -31,6 +33,9 @@ class Roofline:
     def note(self) -> str:
         """States that the model is the roofline, and why."""
         return f"load capacities from the roofline over the descriptor's rates ({self._why})"
+
+    def prepare(self, launches: Iterable[tuple[Launch, int]], mode: TransferMode) -> None:
+        """Nothing is predicted ahead."""
 
     def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
         """Latency alone: see `predict_seconds`."""

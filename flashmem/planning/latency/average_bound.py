@@ -33,7 +33,8 @@ def seconds_within_average(instance: Instance, preload: Collection[str], average
     """
     deadline = time.monotonic() + seconds
     program = _Program(instance, preload, average, reached)
-    least, ahead = reached, program.first_seconds
+    least = reached
+    ahead = program.first_seconds
     for early in range(len(program.streamed) + 1):
         if early and ahead > instance.opening_seconds:
             break
@@ -52,9 +53,11 @@ def _longest_early_read(instance: Instance, streamed: Sequence[WeightSpec], aver
 
     From the opening to its use it is in memory, and before its use all bytes used earlier are read.
     """
-    opening, rate = instance.opening_seconds, instance.load_bandwidth
+    opening = instance.opening_seconds
+    rate = instance.load_bandwidth
     begun = list(accumulate((spec.seconds for spec in instance.layers), initial=opening))
-    longest, before = 0.0, 0
+    longest = 0.0
+    before = 0
     for w in streamed:
         used = max(begun[w.first_use - 1], before / rate)
         if w.nbytes * (used - opening) <= average * reached:
@@ -100,11 +103,14 @@ class _Program:
         left = deadline - time.monotonic()
         if left <= 0:
             return None
-        solver, opening, rate = self._solver, self._instance.opening_seconds, self._instance.load_bandwidth
+        solver = self._solver
+        opening = self._instance.opening_seconds
+        rate = self._instance.load_bandwidth
         ahead = sum(w.nbytes for w in self.streamed[: early + 1]) / rate + self._longest
         known = ahead * self._longest * rate / self._unit / 2
         for at, (w, read) in enumerate(zip(self.streamed, self._read, strict=True)):
-            seconds, size = w.nbytes / rate, w.nbytes / self._unit
+            seconds = w.nbytes / rate
+            size = w.nbytes / self._unit
             known -= size * seconds / 2
             if at < early:
                 read.SetBounds(0.0, max(0.0, opening - seconds))
@@ -127,7 +133,9 @@ class _Program:
 
     def _layers(self) -> None:
         """Layers run in order, each at least as long as it and the bytes moved during it take on the hull of its curve."""
-        solver, opening, count = self._solver, self._instance.opening_seconds, len(self._instance.layers)
+        solver = self._solver
+        opening = self._instance.opening_seconds
+        count = len(self._instance.layers)
         self._starts = [solver.NumVar(opening, solver.infinity(), "") for _ in range(count)]
         self._ends = [solver.NumVar(opening, solver.infinity(), "") for _ in range(count)]
         self._moved = [solver.NumVar(0, solver.infinity(), "") for _ in range(count)]
@@ -150,7 +158,8 @@ class _Program:
         first_used: defaultdict[int, int] = defaultdict(int)
         for w in self.streamed:
             first_used[w.first_use] += w.nbytes
-        before, needed = solver.NumVar(0, 0, ""), 0
+        before = solver.NumVar(0, 0, "")
+        needed = 0
         for layer in range(1, len(self._instance.layers) + 1):
             if layer in first_used:
                 needed += first_used[layer]
@@ -161,8 +170,10 @@ class _Program:
 
     def _reads(self) -> None:
         """The disk reads weights in the order of use after those of W that layer 1 uses, and the host hands them on."""
-        solver, instance = self._solver, self._instance
-        handed, free = instance.opening_seconds + self._first / instance.host_bandwidth, solver.NumVar(0, solver.infinity(), "")
+        solver = self._solver
+        instance = self._instance
+        handed = instance.opening_seconds + self._first / instance.host_bandwidth
+        free = solver.NumVar(0, solver.infinity(), "")
         solver.Add(free >= self.first_seconds)
         self._read = []
         for w in self.streamed:

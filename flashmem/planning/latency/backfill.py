@@ -19,7 +19,8 @@ from flashmem.schedule.instance import Instance, WeightSpec
 _WORK = 20_000
 """The limit on the search: tries times the weights of the plan, each of which the clock evaluates."""
 
-_LOOKAHEAD, _CANDIDATES = 64, 4
+_LOOKAHEAD = 64
+_CANDIDATES = 4
 """The number of weights after a stall to search for ones that fit, and the number of these to try."""
 
 _GAIN = 1e-7
@@ -37,7 +38,8 @@ class Stall:
 
 def stalls(instance: Instance, order: list[WeightSpec], clock: Clock) -> list[Stall]:
     """The waits of the disk for memory, in order of time."""
-    found, free = [], 0.0
+    found = []
+    free = 0.0
     for at, w in enumerate(order):
         begin = clock.read[w.name]
         if begin > free:
@@ -50,7 +52,7 @@ Moving = Callable[[Mapping[str, int]], Moves]
 """A function that computes moves for release times."""
 
 
-def filled(
+def backfill(
     instance: Instance, releases: Mapping[str, int], moves: Moves, limit: int, moving: Moving | None = None
 ) -> tuple[dict[str, int], Moves]:
     """Improve release times and moves by backfilling: at most `limit` bytes in flight, and an answer no later than before.
@@ -88,7 +90,8 @@ def filled(
             if seconds < clock.seconds * (1 - _GAIN):
                 best, moves = trial
                 timing = TimingModel(instance, moves)
-                clock, held = timing.clock(best), held_bytes(instance, best, moves)
+                clock = timing.clock(best)
+                held = held_bytes(instance, best, moves)
                 break
         else:
             given_up.add(order[stall.at].name)

@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 
 from flashmem.schedule.instance import Instance, WeightSpec
 
-_SCAN, _SCANS = 512, 8
+_SCAN = 512
+_SCANS = 8
 """Layers per step, and the most steps, of the search for the earliest release time of a weight."""
 
 _WINDOW = 2048
 """The number of layers back from which delayed reads count. Fewer reads still give a valid bound."""
 
-_CHECKPOINTS, _FIRST = 16, 8
+_CHECKPOINTS = 16
+_FIRST = 8
 """The number of layers between which the cost of moves is computed, and the number of first layers that are included."""
 
 
@@ -48,7 +50,8 @@ def fastest_seconds(instance: Instance, preload: Collection[str]) -> float:
     disk = _Disk(instance, streamed, instance.m_peak // unit * unit)
     slowdowns = _Slowdowns(instance, streamed)
     done = [instance.opening_seconds]
-    handed, last_piece = instance.opening_seconds, math.inf
+    handed = instance.opening_seconds
+    last_piece = math.inf
     for layer, spec in enumerate(instance.layers, start=1):
         start = done[-1]
         if needed[layer]:
@@ -68,7 +71,8 @@ class _Disk:
         layers = len(instance.layers)
         self.rate = instance.load_bandwidth
         self.ready = 0.0  # end of the reads, if bytes inside `limit` could be divided at will
-        self.room, self.layer = limit, 0  # bytes that may still be loaded; layers known to be done
+        self.room = limit  # bytes that may still be loaded
+        self.layer = 0  # layers known to be done
         self.freed = [0] * (layers + 2)
         for w in streamed:
             self.freed[w.last_use] += w.nbytes
@@ -198,7 +202,8 @@ def cheapest_pieces(seconds: float, beside: Sequence[tuple[float, float]]) -> li
 
 def cost_of(nbytes: float, pieces: Sequence[tuple[float, float]]) -> float:
     """The least cost in seconds of `nbytes`, with the cheapest of `pieces` (seconds per byte, bytes) used first."""
-    cost, left = 0.0, float(nbytes)
+    cost = 0.0
+    left = float(nbytes)
     for price, length in sorted(pieces):
         taken = min(left, length)
         cost += price * taken

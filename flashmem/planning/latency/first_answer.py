@@ -21,7 +21,7 @@ from flashmem.base.errors import BudgetError
 from flashmem.planning.arithmetic.assemble import assemble
 from flashmem.planning.arithmetic.clock import Clock, Moves, TimingModel, clock_of
 from flashmem.planning.arithmetic.release_times import earliest_releases, final_releases, held_bytes, releases_ahead
-from flashmem.planning.latency.backfill import filled
+from flashmem.planning.latency.backfill import backfill
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.objectives import FIRST
@@ -102,7 +102,7 @@ def late_moves(
     within = [spec.capacity for spec in instance.layers]
     _serve(queue, opens, left, moves, within)
     if any(left):
-        _serve(queue, opens, left, moves, _unnoticed(instance, clock, moves))
+        _serve(queue, opens, left, moves, _free_chunks(instance, clock, moves))
     spread = _Spread(instance)
     for index, w in enumerate(queue):
         if left[index]:
@@ -115,7 +115,8 @@ def _serve(
 ) -> None:
     """Move the chunks `left` of `queue` (in order of use) during layers with capacity `rooms`, walking backwards."""
     waiting: list[int] = []  # latest use first; entries before `head` are finished, or their window has closed
-    head, unseen = 0, len(queue) - 1
+    head = 0
+    unseen = len(queue) - 1
     for layer in range(len(rooms), 0, -1):
         while unseen >= 0 and queue[unseen].first_use > layer:
             waiting.append(unseen)
@@ -132,7 +133,7 @@ def _serve(
             room -= taken
 
 
-def _unnoticed(instance: Instance, clock: Clock, moves: Sequence[Mapping[int, int]]) -> list[int]:
+def _free_chunks(instance: Instance, clock: Clock, moves: Sequence[Mapping[int, int]]) -> list[int]:
     """By layer, the chunks that can be moved there in addition to `moves` while the next layer waits for its weights."""
     moved = [0] * (len(instance.layers) + 1)
     for parts in moves:
@@ -159,7 +160,8 @@ class _Spread:
         """Add `chunks` to `moves`, at layers `opens` to i_w - 1."""
         last = w.first_use - 1
         reach = self.able if self.able[last] > self.able[opens - 1] else self.any
-        low, high = reach[opens - 1], reach[last]
+        low = reach[opens - 1]
+        high = reach[last]
         wished = low + (high - low) * (np.arange(chunks) + 0.5) / chunks
         layers, shares = np.unique(opens + np.searchsorted(reach[opens:last], wished), return_counts=True)
         for layer, share in zip(layers.tolist(), shares.tolist(), strict=True):
@@ -203,7 +205,7 @@ def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near
     else:  # move every weight in the layer before its use, and read it as early as there is room
         moves = {w.name: ((w.first_use - 1, instance.chunks(w)),) for w in instance.weights if w.name not in preload}
         releases = releases_ahead(instance, preload, moves, limit)
-    releases, moves = filled(instance, releases, moves, limit, None if instance.transfer.by_kernels else moving)
+    releases, moves = backfill(instance, releases, moves, limit, None if instance.transfer.by_kernels else moving)
     releases, clock = final_releases(TimingModel(instance, moves), preload, releases)
     return releases, moves, clock
 
@@ -279,14 +281,14 @@ def first_plan(instance: Instance, preload: Collection[str] = (), *, quick: bool
     require_m_peak(instance, preload)
     chosen = forced_preload(instance, preload)
     made = fastest_decisions(instance, chosen, quick=quick)
-    return judged(instance, assemble(
+    return judge_first_answer(instance, assemble(
         instance, chosen, made.releases, made.moves, kind=FIRST, lambda_=0.0, objective=made.clock.seconds, bound=0.0,
         bound_scope="resident-set", tier="greedy", started=begun, base=chosen, asked=preload,
         notes=("read in use order, as early as M_peak permits, but where the disk would wait",),
     ))  # fmt: skip
 
 
-def judged(instance: Instance, plan: OverlapPlan) -> OverlapPlan:
+def judge_first_answer(instance: Instance, plan: OverlapPlan) -> OverlapPlan:
     """`plan` for the first answer with the bound that holds for every plan with its W inside the M_peak of `instance`.
 
     A plan as fast as without a memory limit is the best for every W. Plans that move weights at the layer that uses them

@@ -18,7 +18,7 @@ from flashmem.planning.latency.first_answer import (
     average_bytes,
     first_plan,
     forced_preload,
-    judged,
+    judge_first_answer,
     smallest_m_peak,
 )
 from flashmem.schedule.instance import Instance
@@ -99,7 +99,7 @@ def leaner(
     room = allowed - chosen.resident_bytes
     if not by_pages:  # places are always allocated, so the average limits the bytes in flight; that of pages does not
         inside = replace(inside, m_peak=min(inside.m_peak, room))
-    return judged(inside, replace(chosen, lambda_=lambda_, average_within=room if by_pages else None))
+    return judge_first_answer(inside, replace(chosen, lambda_=lambda_, average_within=room if by_pages else None))
 
 
 @dataclass(frozen=True)

@@ -44,18 +44,18 @@ def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure:
     if not streamed:
         return plan
     if limit is None:
-        return keeping(plan, {w.name for w in streamed})
-    if measure(everything := keeping(plan, {w.name for w in streamed})) <= limit:
+        return keep_weights(plan, {w.name for w in streamed})
+    if measure(everything := keep_weights(plan, {w.name for w in streamed})) <= limit:
         return everything
     orders = [sorted(streamed, key=order) for order in _ORDERS]
     if instance.own is not None:
         in_time = sorted(streamed, key=lambda w: w.first_use)
         orders.append([in_time[at] for at in spread([w.nbytes for w in in_time], limit - measure(plan))])
-    found = [_filled(plan, order, limit, measure) for order in orders]
+    found = [_keep_greedily(plan, order, limit, measure) for order in orders]
     if instance.own is not None:
         found = [_topped_up(each, order, limit, measure) for each, order in zip(found, orders, strict=True)]
     if instance.own is not None and len(streamed) <= EXACT:  # a layout for each
-        every = (keeping(plan, chosen) for chosen in subsets([w.name for w in streamed]))
+        every = (keep_weights(plan, chosen) for chosen in subsets([w.name for w in streamed]))
         found += [each for each in every if measure(each) <= limit]
     return min((*found, plan), key=lambda each: by_later_runs(instance, each))
 
@@ -106,7 +106,7 @@ def rooms_for_later_runs(instance: Instance, plan: OverlapPlan, *, several: bool
     rooms = [plan]
     if len(plan.weights) <= _SEARCHED and plan.m_peak > least:
         if not own:
-            rooms.append(leanest(plan, least, make, lambda each: each.objective))
+            rooms.append(smallest_flight(plan, least, make, lambda each: each.objective))
         if several:
             rooms += ladder(instance, plan, least, make)
     return rooms
@@ -196,20 +196,23 @@ _TRIES = 5
 """The number of layouts tried for one order: only a layout determines the exact bytes of a place."""
 
 
-def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measure: Measure) -> OverlapPlan:
+def _keep_greedily(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measure: Measure) -> OverlapPlan:
     """`plan` that keeps weights greedily in `order`, as many as fit."""
-    best, most = plan, -1
+    best = plan
+    most = -1
     room = limit - measure(plan)
     for _ in range(_TRIES):
-        chosen, left = set[str](), room
+        chosen = set[str]()
+        left = room
         for w in order:
             if w.nbytes <= left:
                 chosen.add(w.name)
                 left -= w.nbytes
-        trial = keeping(plan, chosen)
+        trial = keep_weights(plan, chosen)
         spare = limit - measure(trial)
         if spare >= 0 and room > most:
-            best, most = trial, room
+            best = trial
+            most = room
         if 0 <= spare <= limit // 100 or not chosen:
             break
         room += spare if spare > 0 else spare * 3 // 2
@@ -219,26 +222,28 @@ def _filled(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measu
 def _topped_up(plan: OverlapPlan, order: Sequence[PlannedWeight], limit: int, measure: Measure) -> OverlapPlan:
     """`plan` that keeps further weights, each one that fits beside those before it; the largest ones first."""
     kept = {w.name for w in plan.weights if w.keep}
-    spare, tries = limit - measure(plan), 0
+    spare = limit - measure(plan)
+    tries = 0
     for w in sorted(order, key=lambda w: -w.nbytes):
         if w.name in kept or w.nbytes > spare:
             continue
-        trial = keeping(plan, {w.name})
+        trial = keep_weights(plan, {w.name})
         left = limit - measure(trial)
         if left >= 0:
-            plan, spare = trial, left
+            plan = trial
+            spare = left
         tries += 1
         if tries == _TRIES:
             break
     return plan
 
 
-def keeping(plan: OverlapPlan, chosen: Collection[str]) -> OverlapPlan:
+def keep_weights(plan: OverlapPlan, chosen: Collection[str]) -> OverlapPlan:
     """`plan` that keeps the weights `chosen` too."""
     return replace(plan, weights=tuple(replace(w, keep=True) if w.name in chosen else w for w in plan.weights))
 
 
-def leanest(
+def smallest_flight(
     best: OverlapPlan,
     least: int,
     make: Callable[[int], OverlapPlan],
@@ -249,7 +254,9 @@ def leanest(
 
     The search ends when less than `near` bytes can be gained.
     """
-    low, high, chosen = least, best.m_peak, best
+    low = least
+    high = best.m_peak
+    chosen = best
     worst = value(best) * (1 + _WORTH)
     for _ in range(_HALVINGS):
         if high - low < near:
@@ -257,7 +264,8 @@ def leanest(
         middle = (low + high) // 2
         plan = make(middle)
         if value(plan) <= worst:
-            high, chosen = middle, plan
+            high = middle
+            chosen = plan
         else:
             low = middle
     return chosen

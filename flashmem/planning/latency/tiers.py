@@ -61,11 +61,12 @@ class _LaterRun:
         else:
             spaced = [self.streamed[at] for at in spread([w.nbytes for w in self.streamed], room)]
             largest = sorted(self.streamed, key=lambda w: -w.nbytes)
-            found = [_filling(order, room) for order in (spaced, self.streamed, self.streamed[::-1], largest)]
+            found = [_take_in_order(order, room) for order in (spaced, self.streamed, self.streamed[::-1], largest)]
         return min(found, key=lambda names: (round(self.seconds(names), 9), -sum(map(nbytes.__getitem__, names))))
 
     def seconds(self, pinned: Collection[str]) -> float:
-        own, compute = self.own, Compute(self.durations, 0.0)
+        own = self.own
+        compute = Compute(self.durations, 0.0)
         issued = read = copied = 0.0
         for w, release in zip(self.streamed, self.opened, strict=True):
             issued = max(issued, compute.until(release - 1)) + own.load_seconds
@@ -80,7 +81,7 @@ class _LaterRun:
         return compute.until(len(self.durations))
 
 
-def _filling(order: Sequence[PlannedWeight], room: int) -> frozenset[str]:
+def _take_in_order(order: Sequence[PlannedWeight], room: int) -> frozenset[str]:
     """The weights that fit `room` bytes, taken in `order`."""
     chosen = set[str]()
     for w in order:
@@ -93,7 +94,8 @@ def _filling(order: Sequence[PlannedWeight], room: int) -> frozenset[str]:
 def _opened(streamed: Sequence[PlannedWeight], limit: int, layers: int) -> list[int]:
     """By weight, in the order of need, the first layer at which it fits `limit` bytes beside those before it."""
     freed = [0] * (layers + 1)
-    layer, held = 1, 0
+    layer = 1
+    held = 0
     opened = []
     for w in streamed:
         while held + w.nbytes > limit and layer < w.first_use:
@@ -144,7 +146,8 @@ def least_expected_seconds(instance: Instance, room: int) -> float:
     What does not fit is issued, read and copied in each run. The fewest loads are those of the largest weights.
     """
     assert instance.own is not None
-    own, sizes = instance.own, sorted((w.nbytes for w in instance.weights), reverse=True)
+    own = instance.own
+    sizes = sorted((w.nbytes for w in instance.weights), reverse=True)
     rest = max(0, sum(sizes) - room)
     loads = next((count for count, nbytes in enumerate(accumulate(sizes, initial=0)) if nbytes >= rest), len(sizes))
     compute = sum(layer.seconds for layer in instance.layers)

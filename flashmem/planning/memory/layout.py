@@ -64,7 +64,8 @@ def lay_out(intervals: Sequence[Interval], alignment: int) -> tuple[dict[str, in
     """
     if len({i.name for i in intervals}) != len(intervals):
         raise ValueError("two intervals have the same name")
-    first, last = min((i.first for i in intervals), default=0), max((i.last for i in intervals), default=0)
+    first = min((i.first for i in intervals), default=0)
+    last = max((i.last for i in intervals), default=0)
     offsets: dict[str, int] = {}
     base = 0
     for i in intervals:
@@ -123,7 +124,7 @@ def _smaller_ring(
         if best[1] - low <= alignment:
             break
         middle = _round_up((low + best[1]) // 2, alignment)
-        ring = _ring(in_time, alignment, middle)
+        ring = _place_in_ring(in_time, alignment, middle)
         if ring is None:
             low = middle
         else:
@@ -133,14 +134,16 @@ def _smaller_ring(
 
 def _wide_ring(in_time: Sequence[Interval], alignment: int, bound: int) -> tuple[dict[str, int], int]:
     """A ring of `bound` bytes, the lower bound, or the first wider one in steps of `_RING_WIDENING` that works."""
-    size, more = bound, bound // _RING_WIDENING
-    while (ring := _ring(in_time, alignment, size)) is None:
+    size = bound
+    more = bound // _RING_WIDENING
+    while (ring := _place_in_ring(in_time, alignment, size)) is None:
         more = max(more, alignment)
-        size, more = _round_up(bound + more, alignment), 2 * more
+        size = _round_up(bound + more, alignment)
+        more = 2 * more
     return ring
 
 
-def _ring(intervals: Sequence[Interval], alignment: int, size: int) -> tuple[dict[str, int], int] | None:
+def _place_in_ring(intervals: Sequence[Interval], alignment: int, size: int) -> tuple[dict[str, int], int] | None:
     """Next fit in order of time within `size` bytes, continuing at 0 after the end; None if an interval does not fit."""
     offsets: dict[str, int] = {}
     alive: list[tuple[int, int]] = []  # (offset, end), sorted
@@ -223,7 +226,8 @@ class _Pools:
         *,
         shares_memory: bool,
     ) -> None:
-        self.planned, self.shares_memory = planned, shares_memory
+        self.planned = planned
+        self.shares_memory = shares_memory
         self.layers = layers
         self.piece = piece
         self.page = page
@@ -261,7 +265,7 @@ class _Pools:
             slot_of=slot_of,
             piece_bytes=self.piece,
             resident_bytes=resident,
-            ring_bytes=self.threads * self._passing(passed),
+            ring_bytes=self.threads * self._most_passing_bytes(passed),
         )
         if self.shares_memory:
             return layout
@@ -276,7 +280,7 @@ class _Pools:
         staging, total = lay_out(streamed, POOL_ALIGNMENT)
         return replace(layout, staging_bytes=total, staging=staging)
 
-    def _passing(self, slices: Iterable[Slice]) -> int:
+    def _most_passing_bytes(self, slices: Iterable[Slice]) -> int:
         """Bytes of the largest slice that pass through the ring at a time."""
         return max((_round_up(passing_bytes(s, self.piece), POOL_ALIGNMENT) for s in slices), default=0)
 

@@ -107,7 +107,8 @@ class TextureSlotAllocator:
 
     def _new(self, part: Slice) -> int:
         assert part.channel is not None
-        number, size = len(self.slots), (part.width, part.height, part.channel)
+        number = len(self.slots)
+        size = (part.width, part.height, part.channel)
         if size not in self._sizes:
             self._sizes[size] = _SlotSize(TextureSlot(*size, part.width * part.height * TEXEL_BYTES[part.channel]))
         same_size = self._sizes[size]

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from typing import ClassVar
 
-from flashmem.planning.latency.first_answer import judged
+from flashmem.planning.latency.first_answer import judge_first_answer
 from flashmem.planning.latency.later_runs import (
     by_later_runs,
     fastest_kept,
@@ -40,7 +40,9 @@ class FirstAnswer(Objective):
         plan = within_average(problem, plan)
         if problem.limits.m_peak is not None:
             return plan
-        instance, limit, measure = problem.instance, problem.limit, problem.measure
+        instance = problem.instance
+        limit = problem.limit
+        measure = problem.measure
         if limit is None:
             return with_kept(instance, plan, None, measure)
         rooms = rooms_for_later_runs(instance, plan, several=instance.own is not None)
@@ -53,7 +55,7 @@ class FirstAnswer(Objective):
 
         With lambda, its bound is already that for the memory which lambda leaves.
         """
-        return plan if problem.limits.resolved_lambda else judged(problem.roomiest(plan), plan)
+        return plan if problem.limits.resolved_lambda else judge_first_answer(problem.roomiest(plan), plan)
 
 
 def within_average(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
@@ -70,7 +72,8 @@ def within_average(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
     except ModuleNotFoundError:
         note = "OR-tools is not installed: the bound ignores the average of memory that lambda permits"
         return replace(plan, notes=(*plan.notes, note))
-    begun, preload = time.monotonic(), {w.name for w in plan.weights if w.preload}
+    begun = time.monotonic()
+    preload = {w.name for w in plan.weights if w.preload}
     bound = seconds_within_average(problem.instance, preload, plan.average_within, plan.objective, seconds)
     plan = replace(plan, solver="linear-program", solve_seconds=plan.solve_seconds + time.monotonic() - begun)
     return replace(plan, bound=bound, bound_scope="resident-set", bound_within=None) if bound > plan.bound else plan

@@ -32,7 +32,8 @@ class WeightedSum(Objective):
 
     def plan(self, problem: Problem) -> OverlapPlan:
         """The plan of least cost in which every read begins with its first move."""
-        limits, preload = problem.limits, problem.asked
+        limits = problem.limits
+        preload = problem.asked
         if limits.budget is not None:
             return paper_plan_within(problem, preload)
         limited = limits.m_peak is not None
@@ -80,8 +81,11 @@ def paper_plan_inside(problem: Problem, preload: frozenset[str], *, limited: boo
     Raises:
         BudgetError: no plan fits; the error names the bytes of the smallest plan.
     """
-    instance, in_flight, search = problem.instance, problem.in_flight, _Search.of(problem.limits)
-    lambda_, units = problem.limits.resolved_lambda, problem.limits.units
+    instance = problem.instance
+    in_flight = problem.in_flight
+    search = _Search.of(problem.limits)
+    lambda_ = problem.limits.resolved_lambda
+    units = problem.limits.units
     plan = solve(
         instance, lambda_=lambda_, preload=preload, units=units, time_limit=search.first, workers=search.workers, ahead=False
     )
@@ -110,7 +114,10 @@ def paper_plan_inside(problem: Problem, preload: frozenset[str], *, limited: boo
 
 def paper_plan_within(problem: Problem, preload: frozenset[str]) -> OverlapPlan:
     """The paper's objective under a budget: W and M_peak share the budget, with the largest share for M_peak that works."""
-    instance, limits, in_all, fixed = problem.instance, problem.limits, problem.in_all, problem.fixed
+    instance = problem.instance
+    limits = problem.limits
+    in_all = problem.in_all
+    fixed = problem.fixed
     assert limits.budget is not None
     search = _Search.of(limits)
     smallest, _ = smallest_m_peak(instance, preload)
@@ -142,7 +149,9 @@ def paper_plan_within(problem: Problem, preload: frozenset[str]) -> OverlapPlan:
 
 def reading_ahead(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
     """`plan`, which has no early reads, with reads as early as its layout within the limits permits."""
-    instance, limit, measure = problem.instance, problem.limit, problem.measure
+    instance = problem.instance
+    limit = problem.limit
+    measure = problem.measure
     staging = instance.transfer.by_kernels and limit is not None
     most = plan.m_peak
     if staging:  # early reads wait in staging, and need no other memory

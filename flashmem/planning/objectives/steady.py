@@ -31,7 +31,9 @@ class LaterRuns(Objective):
 
     def completed(self, problem: Problem, plan: OverlapPlan, soonest: float) -> OverlapPlan:
         """The plan with the fastest later runs, whatever its first answer."""
-        instance, limit, measure = problem.instance, problem.limit, problem.measure
+        instance = problem.instance
+        limit = problem.limit
+        measure = problem.measure
         if limit is None:
             kept = with_kept(instance, plan, None, measure)
         else:
@@ -56,7 +58,8 @@ def steady_bound(problem: Problem, plan: OverlapPlan) -> tuple[float, BoundScope
 
     A budget limits all kept weights, so that bound holds for every W. M_peak does not limit W, so that bound holds for this W.
     """
-    instance, limits = problem.instance, problem.limits
+    instance = problem.instance
+    limits = problem.limits
     compute = sum(layer.seconds for layer in instance.layers)
     if limits.budget is not None:
         read = sum(w.nbytes for w in instance.weights) - (limits.budget - problem.fixed)

@@ -84,32 +84,35 @@ class Window:
         one = dict.fromkeys(self.chosen, 1)
         largest = max((paper.chunks[w.name] for w in instance.weights if w.first_use > last and w.name in alone), default=1)
         counts: list[cp_model.IntVar] = []
-        self.carry, self.unit, self.paper = carry, unit, paper
+        self.carry = carry
+        self.unit = unit
+        self.paper = paper
         self.rows: list[_Row] = []
         for layer in range(last, first - 1, -1):
             new = arrivals[layer]
             largest = max([largest, *(paper.chunks[name] for name in new)])
             served = instance.layers[layer].capacity if layer < len(instance.layers) else 0
             chunks = model.new_int_var(0, most_chunks, f"B {layer}")
-            model.add(chunks >= self._streamed(new, paper.chunks))
-            model.add(chunks >= self._streamed(new, paper.chunks) + chunks_above - served)
+            model.add(chunks >= self._streamed_sum(new, paper.chunks))
+            model.add(chunks >= self._streamed_sum(new, paper.chunks) + chunks_above - served)
             nbytes = model.new_int_var(0, unit.m_peak, f"R {layer}")
-            model.add(nbytes >= self._streamed(new, unit.size))
-            model.add(nbytes >= self._streamed(new, unit.size) + bytes_above - served * unit.chunk)
+            model.add(nbytes >= self._streamed_sum(new, unit.size))
+            model.add(nbytes >= self._streamed_sum(new, unit.size) + bytes_above - served * unit.chunk)
             if held[layer]:
-                model.add(nbytes + self._streamed(held[layer], unit.size) <= unit.m_peak)
+                model.add(nbytes + self._streamed_sum(held[layer], unit.size) <= unit.m_peak)
             count = model.new_int_var(0, len(instance.weights), f"n {layer}")
             model.add(count * largest >= chunks)
             if waits[layer]:
-                model.add(count >= self._streamed(waits[layer], one))
+                model.add(count >= self._streamed_sum(waits[layer], one))
             counts.append(count)
             self.rows.append(_Row(new, served, largest, waits[layer], chunks, nbytes, count))
-            chunks_above, bytes_above = chunks, nbytes
+            chunks_above = chunks
+            bytes_above = nbytes
         if first == 1:
             model.add(chunks_above <= instance.layers[0].capacity)
         if room is not None:
-            model.add(self._preloaded(list(self.chosen), paper.sizes) <= room)
-        cost = paper.preload_cost * self._preloaded(list(self.chosen), paper.chunks)
+            model.add(self._preloaded_sum(list(self.chosen), paper.sizes) <= room)
+        cost = paper.preload_cost * self._preloaded_sum(list(self.chosen), paper.chunks)
         model.minimize(cost + paper.distance_cost * cp_model.LinearExpr.sum(counts))
 
     def hint(self, preload: frozenset[str]) -> None:
@@ -125,11 +128,11 @@ class Window:
             self.model.add_hint(row.nbytes, nbytes)
             self.model.add_hint(row.count, max(-(-chunks // row.largest), sum(name not in preload for name in row.waits)))
 
-    def _preloaded(self, names: list[str], value: Mapping[str, int]) -> cp_model.LinearExpr:
+    def _preloaded_sum(self, names: list[str], value: Mapping[str, int]) -> cp_model.LinearExpr:
         return cp_model.LinearExpr.weighted_sum([self.chosen[name] for name in names], [value[name] for name in names])
 
-    def _streamed(self, names: list[str], value: Mapping[str, int]) -> cp_model.LinearExpr:
-        return sum(value[name] for name in names) - self._preloaded(names, value)
+    def _streamed_sum(self, names: list[str], value: Mapping[str, int]) -> cp_model.LinearExpr:
+        return sum(value[name] for name in names) - self._preloaded_sum(names, value)
 
 
 class FullModel:
@@ -143,7 +146,8 @@ class FullModel:
 
     def solve(self, hint: Decision | None, cp: cp_model.CpSolver) -> tuple[Decision | None, int]:
         """The best plan found, if any, and a proven bound on the cost."""
-        paper, instance = self.paper, self.paper.instance
+        paper = self.paper
+        instance = self.paper.instance
         model = cp_model.CpModel()
         layers = range(1, len(instance.layers) + 1)
         moved_at: defaultdict[int, list[cp_model.IntVar]] = defaultdict(list)
@@ -155,7 +159,8 @@ class FullModel:
         preloaded: list[cp_model.LinearExpr] = []
         unit = math.gcd(0, *(w.nbytes for w in self.weights)) or 1
         for w in self.weights:
-            total, size = paper.chunks[w.name], w.nbytes // unit
+            total = paper.chunks[w.name]
+            size = w.nbytes // unit
             p = chosen[w.name] = model.new_bool_var(f"p {w.name}")
             hinted = hint is not None and w.name in hint.preload
             if hint is not None:

@@ -43,7 +43,7 @@ class CpSat:
         self.alone = paper.distances_alone()
         self.fixed = frozenset(paper.sizes.keys() - self.alone.keys())  # in every W
 
-    def _remaining(self) -> float:
+    def _seconds_left(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
     def improve(self, best: Decision | None, bound: int) -> tuple[Decision | None, int]:
@@ -60,9 +60,9 @@ class CpSat:
             bound = max(bound, proven)
             best = paper.repaired(preload)
         if best is not None and best.cost > bound and len(paper.chunks) <= _POLISHED_WEIGHTS:
-            best = paper.polished(best, self.deadline - (0.8 * self._remaining() if solvable else 0))
-        if solvable and self._remaining() > 0 and (best is None or best.cost > bound):
-            found, proven = full.solve(best, cp_solver(self.workers, self._remaining()))
+            best = paper.polished(best, self.deadline - (0.8 * self._seconds_left() if solvable else 0))
+        if solvable and self._seconds_left() > 0 and (best is None or best.cost > bound):
+            found, proven = full.solve(best, cp_solver(self.workers, self._seconds_left()))
             bound = max(bound, proven)
             if found is not None and (best is None or found.cost < best.cost):
                 best = found
@@ -84,12 +84,14 @@ class CpSat:
         """
         paper = self.paper
         windows = list(self._windows())
-        preload, bound, found = self.fixed, 0, False
+        preload = self.fixed
+        bound = 0
+        found = False
         for number, (first, last) in enumerate(windows):
             room = None if paper.limit is None else paper.limit - paper.bytes_of(preload)
-            window = Window(paper, self.alone, max(1, first - _LOOKAHEAD), last, self._pending(preload, last + 1), room)
+            window = Window(paper, self.alone, max(1, first - _LOOKAHEAD), last, self._pending_at(preload, last + 1), room)
             window.hint(hint)
-            cp = cp_solver(self.workers, 0.5 * self._remaining() / (len(windows) - number))
+            cp = cp_solver(self.workers, 0.5 * self._seconds_left() / (len(windows) - number))
             solved = cp.solve(window.model) in _FOUND
             found |= solved
             preload |= {
@@ -102,7 +104,7 @@ class CpSat:
                 bound = fixed_cost + math.ceil(cp.best_objective_bound - 1e-6)
         return (preload if found else None), bound
 
-    def _pending(self, preload: frozenset[str], layer: int) -> tuple[int, int]:
+    def _pending_at(self, preload: frozenset[str], layer: int) -> tuple[int, int]:
         """State of the choice model at `layer`: chunks and units of bytes that wait to be moved for weights used after it."""
         instance = self.paper.instance
         unit = Unit.of(instance, [w for w in instance.weights if w.name in self.alone])

@@ -100,7 +100,8 @@ def _solve_paper(
     preloaded = sum(paper.chunks[name] for name in decision.preload)
     objective = lambda_ * preloaded + (1 - lambda_) * distance
     if units == "share":
-        chunks, distances = max(1, sum(paper.chunks.values())), max(1, len(instance.layers) * len(instance.weights))
+        chunks = max(1, sum(paper.chunks.values()))
+        distances = max(1, len(instance.layers) * len(instance.weights))
         objective = lambda_ * preloaded / chunks + (1 - lambda_) * distance / distances
     missing = solver == "dynamic-program" and workers and decision.cost > bound
     notes = ("OR-tools is not installed: CP-SAT did not search the gap",) if missing else ()
@@ -117,7 +118,8 @@ class ReadAhead:
     """Early reads for a plan in which every read begins with its first move."""
 
     def __init__(self, instance: Instance, plan: OverlapPlan) -> None:
-        self._instance, self._plan = instance, plan
+        self._instance = instance
+        self._plan = plan
         self._preload = frozenset(w.name for w in plan.weights if w.preload)
         self._timing = TimingModel(instance, {w.name: w.moves for w in plan.weights if not w.preload})
         self._fastest = unlimited_seconds(instance, forced_preload(instance, plan.asked))

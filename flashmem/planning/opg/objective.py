@@ -56,15 +56,22 @@ class PaperInstance:
         self.limit = None if preload_limit is None else preload_limit + self.bytes_of(forced)
         share = Fraction(lambda_).limit_denominator(10**6)
         whole = share.denominator
-        a_chunk, a_layer = share.numerator, share.denominator - share.numerator
+        a_chunk = share.numerator
+        a_layer = share.denominator - share.numerator
         if units == "share":
-            chunks, distances = max(1, sum(self.chunks.values())), max(1, len(instance.layers) * len(instance.weights))
-            whole, a_chunk, a_layer = whole * chunks * distances, a_chunk * distances, a_layer * chunks
+            chunks = max(1, sum(self.chunks.values()))
+            distances = max(1, len(instance.layers) * len(instance.weights))
+            whole = whole * chunks * distances
+            a_chunk = a_chunk * distances
+            a_layer = a_layer * chunks
             common = math.gcd(whole, a_chunk, a_layer)
-            whole, a_chunk, a_layer = whole // common, a_chunk // common, a_layer // common
+            whole = whole // common
+            a_chunk = a_chunk // common
+            a_layer = a_layer // common
         # Large costs are rounded down, so that bounds on them hold for the exact costs.
         divisor = -(-whole // _MOST)
-        a_chunk, a_layer = a_chunk // divisor, a_layer // divisor
+        a_chunk = a_chunk // divisor
+        a_layer = a_layer // divisor
         self.scale = whole / divisor
         self.preload_cost = a_chunk  # cost of a chunk in W
         self.distance_cost = a_layer  # cost of a layer between z_w and i_w
@@ -127,7 +134,8 @@ class PaperInstance:
                     continue
                 plan = srpt(self.instance, preload)
                 if plan.feasible and self.holds(preload, plan) and (candidate := self.decision(preload, plan)).cost < best.cost:
-                    best, improved = candidate, True
+                    best = candidate
+                    improved = True
         return best
 
     def _exchange_order(self, best: Decision, fixed: set[str]) -> list[str]:

@@ -47,7 +47,8 @@ _TABLE_ENTRIES = 20_000_000
 _TABLE_MOST = 2_000_000_000
 """The most entries of a table that is worth computing: about ten seconds."""
 
-_FIRST_WIDTH, _WIDER = 16, 8
+_FIRST_WIDTH = 16
+_WIDER = 8
 """The most labels of a layer in the first pass, and the factor for each next pass. Better plans let it drop more labels."""
 
 _LABEL_SECONDS = 3e-6
@@ -153,8 +154,8 @@ class PreloadDynamicProgram:
             pending[w.first_use] -= chunks
             largest.append((*span, chunks))
             lightest.append((*span, -w.nbytes / chunks))
-        self.largest = [int(value) for value in _greatest(largest, self.layers, 1)]
-        self.weighs = [-value + fullness * (chunk + value) for value in _greatest(lightest, self.layers, -chunk)]
+        self.largest = [int(value) for value in _greatest_values(largest, self.layers, 1)]
+        self.weighs = [-value + fullness * (chunk + value) for value in _greatest_values(lightest, self.layers, -chunk)]
         self.lightest_first = [_Lightest() for _ in self.weighs] if len(weights) <= _COUNTED_WEIGHTS else []
         if self.lightest_first:
             for (first, last, density), w in sorted(zip(lightest, weights, strict=True), key=lambda each: -each[0][2]):
@@ -210,7 +211,7 @@ class PreloadDynamicProgram:
             origins.append(origin)
             if not labels:
                 return Choice(None, _NEVER, dropped)
-        return Choice(self._preloaded(origins), labels[()], min(dropped, labels[()]))
+        return Choice(self._trace_preload(origins), labels[()], min(dropped, labels[()]))
 
     def _options(self, layer: int, left: State, pending: int, arrivals: list[tuple[int, int]]) -> list[tuple[State, int, int]]:
         """The choices at a layer: the state before the next one, the cost of preloaded weights, a bit for each streamed one."""
@@ -226,7 +227,7 @@ class PreloadDynamicProgram:
             options = grown
         return [(state, paid, mask) for state, paid, mask, _ in options]
 
-    def _preloaded(self, origins: list[dict[State, tuple[State, int]]]) -> frozenset[str]:
+    def _trace_preload(self, origins: list[dict[State, tuple[State, int]]]) -> frozenset[str]:
         chosen: set[str] = set()
         state: State = ()
         for layer, origin in enumerate(reversed(origins), start=1):
@@ -266,7 +267,8 @@ class _CostToGo:
         start = np.full(self.width, _NEVER, np.int64)
         start[0] = 0  # after layer 1 no chunk may be pending
         self.kept: list[NDArray[np.int64]] = [start]  # rows 0, block, 2 block ...
-        self.begin, self.rows = 0, [start]
+        self.begin = 0
+        self.rows = [start]
         layers = program.layers
         for begin in range(0, layers, self.block):
             if begin:
@@ -281,12 +283,14 @@ class _CostToGo:
         return self.rows[layer - self.begin]
 
     def _compute(self, begin: int, end: int) -> None:
-        self.begin, self.rows = begin, [self.kept[begin // self.block]]
+        self.begin = begin
+        self.rows = [self.kept[begin // self.block]]
         for layer in range(begin + 1, end + 1):
             self.rows.append(self._next(layer, self.rows[-1]))
 
     def _next(self, layer: int, below: NDArray[np.int64]) -> NDArray[np.int64]:
-        program, paper = self.program, self.program.paper
+        program = self.program
+        paper = self.program.paper
         arrivals = program.used_at.get(layer, ())
         go = below
         preloaded = 0
@@ -305,7 +309,7 @@ class _CostToGo:
         most = max(0, program.pending_beside(layer, 0)) + 1
         if most < self.width:
             row[most:] = _NEVER
-        row += self._waiting(int(program.largest[layer]))
+        row += self._waiting_costs(int(program.largest[layer]))
         return row
 
     def _before(self, after: NDArray[np.int64], served: int) -> NDArray[np.int64]:
@@ -316,7 +320,7 @@ class _CostToGo:
         row[served + 1 :] = after[1 : self.width - served]
         return row
 
-    def _waiting(self, largest: int) -> NDArray[np.int64]:
+    def _waiting_costs(self, largest: int) -> NDArray[np.int64]:
         """The cost of the waiting weights, by B, if none needs more than `largest` chunks."""
         found = self._waits.get(largest)
         if found is None:
@@ -347,7 +351,7 @@ class _Lightest:
         return self.chunks[at - 1] + math.floor(share * (self.chunks[at] - self.chunks[at - 1]))
 
 
-def _greatest(spans: list[tuple[int, int, float]], layers: int, otherwise: float) -> list[float]:
+def _greatest_values(spans: list[tuple[int, int, float]], layers: int, otherwise: float) -> list[float]:
     """By layer (index l), the greatest value of the spans (first, last, value) that contain it; `otherwise` if none does."""
     queue = sorted(spans, reverse=True)
     open_spans: list[tuple[float, int]] = []  # (-value, last)

@@ -164,7 +164,7 @@ class _Walk:
             left = remaining
             last = self.streamed[index].first_use - 1
             while left and self.pending_bytes > target:
-                layer = self._cheapest(earliest, last)
+                layer = self._cheapest_layer(earliest, last)
                 if layer is None:
                     break
                 taken = min(left, max(1, left // 8), self.ceiling[layer - 1] - self.used[layer])
@@ -175,14 +175,16 @@ class _Walk:
         heapq.heapify(self.pending)
         return max(0, self.pending_bytes - target)
 
-    def _cheapest(self, first: int, last: int) -> int | None:
+    def _cheapest_layer(self, first: int, last: int) -> int | None:
         """The layer where one more chunk above capacity costs least relative to the layer's latency; the latest of equals."""
         assert self.ceiling is not None
-        best, least = None, math.inf
+        best = None
+        least = math.inf
         for layer in range(last, max(first, last - _SCAN + 1) - 1, -1):
             used = self.used[layer]
             if used < self.ceiling[layer - 1]:
                 cost = (used + 1 - self.layers[layer - 1].capacity) * self.weight_above[layer - 1]
                 if cost < least:
-                    best, least = layer, cost
+                    best = layer
+                    least = cost
         return best

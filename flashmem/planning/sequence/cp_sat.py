@@ -34,7 +34,8 @@ def solve(
             model.add(at[each] < at[layer])
     unit = math.gcd(*(nbytes for nbytes, *_ in tensors)) or 1
     peak = model.new_int_var(0, sum(nbytes for nbytes, *_ in tensors) // unit, "peak")
-    intervals, demands = [], []
+    intervals = []
+    demands = []
     for index, (nbytes, layers, early, late) in enumerate(tensors):
         first: cp_model.LinearExprT = 0
         end: cp_model.LinearExprT = count

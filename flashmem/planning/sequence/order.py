@@ -144,7 +144,8 @@ def lowest_order(
         if segment.given_peak <= peak:
             break
         best = _solve(segment, bound, effort)
-        bound, peak = max(bound, best.bound), max(peak, best.peak)
+        bound = max(bound, best.bound)
+        peak = max(peak, best.peak)
         found[segment.first] = best, segment
     stopped = any(best.stopped for best, _ in found.values())
     if before <= peak * (1 + worth):
@@ -198,7 +199,8 @@ class _Relatives:
 
     def mandatory(self, layer: int) -> int:
         """Bytes alive while `layer` runs, in any order."""
-        earlier, later = self.before[layer] | 1 << layer, self.after[layer] | 1 << layer
+        earlier = self.before[layer] | 1 << layer
+        later = self.after[layer] | 1 << layer
         return sum(
             tensor.nbytes
             for tensor, touched in self._tensors

@@ -97,7 +97,8 @@ class LaunchRange:
         as many as a frees, so a needs no more memory where it then runs. And no tensor that a frees has users later in some
         orders.
         """
-        earlier, later = [0] * self.count, [0] * self.count
+        earlier = [0] * self.count
+        later = [0] * self.count
         for layer in self._in_order():
             for each in self.followers[layer]:
                 earlier[each] |= earlier[layer] | 1 << layer
@@ -108,7 +109,8 @@ class LaunchRange:
         for layer, followers in enumerate(self.followers):
             if len(followers) != 1 or self.needs[followers[0]] != 1 << layer:
                 continue
-            freed, waits = 0, True
+            freed = 0
+            waits = True
             for index in self.touched[layer]:
                 _, layers, _, late = self.tensors[index]
                 others = layers & ~(1 << layer)
@@ -130,7 +132,8 @@ class LaunchRange:
 
     def _in_order(self) -> list[int]:
         """The layers in topological order."""
-        done, order = 0, []
+        done = 0
+        order = []
         ready = list(self.ready_first())
         while ready:
             layer = ready.pop()
@@ -149,7 +152,9 @@ class LaunchRange:
 
     def peak(self, order: Sequence[int]) -> int:
         """The most bytes alive in the given order of layers."""
-        sizes, done, most = self.true_sizes(), 0, 0
+        sizes = self.true_sizes()
+        done = 0
+        most = 0
         held = self.start(sizes)
         for layer in order:
             during, held = self.step(sizes, done, held, layer)
@@ -180,11 +185,16 @@ def search(segment: LaunchRange, floor: int, sizes: Sequence[int], tries: int) -
         for first in ready:
             if segment.limit.reached:
                 return None, key
-            most, now, then, following, moves = key, done, held, ready, []
+            most = key
+            now = done
+            then = held
+            following = ready
+            moves = []
             layer: int | None = first
             while layer is not None:
                 during, then = segment.step(sizes, now, then, layer)
-                most, now = max(most, during), now | 1 << layer
+                most = max(most, during)
+                now = now | 1 << layer
                 following = segment.ready_after(following, now, layer)
                 moves.append(layer)
                 layer = together[layer]
@@ -222,7 +232,8 @@ def _chain_down(
     leaves at most `held` bytes alive. None if no layer does, or one exceeds `most`. More bytes are alive after each layer of
     the chain than after its last one. So in any order of the rest the whole chain can be moved here.
     """
-    layers, now = [], held
+    layers = []
+    now = held
     while True:
         during, now = segment.step(sizes, done, now, layer)
         if during > most:
@@ -259,7 +270,8 @@ def beam(segment: LaunchRange, sizes: Sequence[int]) -> list[int] | None:
         for done, (peak, held, ready) in front.items():
             for layer in ready:
                 during, after = segment.step(sizes, done, held, layer)
-                now, most = done | 1 << layer, max(peak, during)
+                now = done | 1 << layer
+                most = max(peak, during)
                 if now not in following or most < following[now][0]:
                     following[now] = most, after, segment.ready_after(ready, now, layer)
                     came[now] = done, [layer]

@@ -88,7 +88,8 @@ class Manager:
         Raises:
             UserError: no such designs, or a bundle or a device of one of them is missing.
         """
-        self._clock, self._root = clock, root
+        self._clock = clock
+        self._root = root
         self.designs = Designs.read(Path(folder))
         parts = {part.bundle: part for design in self.designs.designs for part in design.parts}
         self._bundles = {name: Bundle.open(Path(folder) / name) for name in parts}
@@ -147,7 +148,8 @@ class Manager:
             with self._lock:
                 opened = self._session(task)
             if callable(inputs) and given_for != opened.part.bundle:  # without a lock: it may call the manager
-                given, given_for = inputs(opened.session.bundle), opened.part.bundle
+                given = inputs(opened.session.bundle)
+                given_for = opened.part.bundle
             with opened.alone:
                 if self._sessions.get(task) is not opened:
                     continue  # a switch closed it during the wait
@@ -160,7 +162,8 @@ class Manager:
                     opened.session.close()
                     self._sessions.pop(task, None)
                     raise
-                cold, opened.cold = opened.cold, False
+                cold = opened.cold
+                opened.cold = False
             if not cold:
                 with self._lock:
                     self._watch.ran(opened.part.processor, now - begun, opened.part.seconds + running.waits, now)
@@ -182,7 +185,8 @@ class Manager:
         now = self._clock()
         if now - self._sampled >= SAMPLE_SECONDS:
             self._sampled = now
-            before, self._ticks = self._ticks, ticks(self._root)
+            before = self._ticks
+            self._ticks = ticks(self._root)
             others = load_of_others(before, self._ticks) if before and self._ticks else None
             self._watch.sampled(self._sample(now), others)
         self._switch()

@@ -53,7 +53,8 @@ class Watch:
         known = self._processors.setdefault(processor, _Processor())
         known.slow_runs = known.slow_runs + 1 if seconds >= SLOW * usual else 0
         if not known.slow_runs:
-            known.on_trial, known.rest = False, REST_SECONDS
+            known.on_trial = False
+            known.rest = REST_SECONDS
         elif known.slow_runs >= RUNS and known.since is None:
             known.since = now
             known.rest = min(2 * known.rest, LONGEST_REST) if known.on_trial else known.rest
@@ -64,7 +65,9 @@ class Watch:
         for name, known in self._processors.items():
             loaded = name in self.cpus and others is not None and others >= LOAD_LOW
             if known.since is not None and sample.seconds - known.since >= known.rest and not loaded:
-                known.since, known.slow_runs, known.on_trial = None, 0, True
+                known.since = None
+                known.slow_runs = 0
+                known.on_trial = True
         for name in self.cpus if others is not None and others >= LOAD_HIGH else ():
             known = self._processors.setdefault(name, _Processor())
             known.since = sample.seconds if known.since is None else known.since
@@ -78,7 +81,8 @@ class Watch:
         if sample.available is None:
             return
         if sample.waited >= WAITED or sample.available < self.best / 4:
-            self._memory, self._quiet_since = True, None
+            self._memory = True
+            self._quiet_since = None
         elif sample.available + sample.held < 1.5 * self.best or sample.waited >= WAITED_LOW:
             self._quiet_since = None
         else:
@@ -105,7 +109,8 @@ def ticks(root: Path = Path("/")) -> Ticks | None:
         own = (root / "proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except (OSError, ValueError):
         return None
-    everything, idle = sum(counts), counts[3] + counts[4]
+    everything = sum(counts)
+    idle = counts[3] + counts[4]
     return Ticks(everything, everything - idle, sum(map(int, own[11:15])))
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.interpreter.errors import OutsideError, UnknownTextError
-from flashmem.interpreter.launch import InterpretedKernel, Written, interpreted
+from flashmem.interpreter.launch import InterpretedKernel, Written, interpret_kernel
 from flashmem.interpreter.syntax import Parameter
 from flashmem.runtime.checking.drawing import DRAWS, ITEMSIZES, drawn_bytes, drawn_texels
 from flashmem.runtime.checking.trial import Trial, TrialArgument, Verdict
@@ -103,7 +103,7 @@ def check_kernel(
     """
     begun = perf_counter()
     try:
-        kernel = interpreted(trial.text, trial.name, forms(context, trial.text))
+        kernel = interpret_kernel(trial.text, trial.name, forms(context, trial.text))
         verdict = TrialRun(context, trial, kernel).run(program, twin)
     except _WrongError as error:
         verdict = Verdict(str(error))
@@ -118,7 +118,9 @@ class TrialRun:
     """One launch on a device: its drawn memory, what it writes, and what it should write."""
 
     def __init__(self, context: Context, trial: Trial, kernel: InterpretedKernel) -> None:
-        self._context, self._trial, self._kernel = context, trial, kernel
+        self._context = context
+        self._trial = trial
+        self._kernel = kernel
         self._queue: Queue = context.queue()
         self._whole = False  # whether the interpreter executes all work-groups
         self._memory: dict[str, _Memory] = {}
@@ -204,7 +206,8 @@ class TrialRun:
         found: dict[str, Bytes] = {}
         name = f"{self._trial.name}: {who}"
         for place, memory in self._memory.items():
-            read, before = self._read(memory, whole[place]), memory.of(draw)
+            read = self._read(memory, whole[place])
+            before = memory.of(draw)
             if memory.is_image:
                 if memory.written:
                     found[place] = read.reshape(-1).view(np.uint8)
@@ -328,13 +331,12 @@ class TrialRun:
         """Compare all elements with those of the unoptimised kernel, within the largest error bounds of the sample."""
         dtype = written.elements.dtype
         count = len(result) // dtype.itemsize * dtype.itemsize
-        got, want = result[:count].view(dtype), other[:count].view(dtype)
+        got = result[:count].view(dtype)
+        want = other[:count].view(dtype)
         allowed: NDArray[Any] | None = None
         if written.errors is not None:
-            bound, values = (
-                written.errors[draw][written.where[draw]].astype(np.float64),
-                written.elements[draw][written.where[draw]],
-            )
+            bound = written.errors[draw][written.where[draw]].astype(np.float64)
+            values = written.elements[draw][written.where[draw]]
             if not np.isfinite(bound).all():
                 return 0  # elements depend on how others are rounded, and which do is known of the sample alone
             if bound.any():

@@ -50,9 +50,12 @@ class Activations:
             RunError: the device or the budget refuses.
         """
         program = opened.program
-        self._opened, self._ledger, self._queue = opened, ledger, device.queue
+        self._opened = opened
+        self._ledger = ledger
+        self._queue = device.queue
         self._of_host = ledger if opened.tier is None else opened.tier.ledger
-        self._output_bytes, self._scratch_bytes = output_bytes(program), scratch_bytes(program)
+        self._output_bytes = output_bytes(program)
+        self._scratch_bytes = scratch_bytes(program)
         copied = copied_outputs(program)
         self._copied = {
             port.name: np.dtype(opened.tensors[str(port.tensor)].dtype) for port in copied
@@ -76,7 +79,9 @@ class Activations:
             self.arena, self.constants = self._make_arena(), self._make_constants()
             self._in_place = device.device.coherent and self._is_mapped_in_place(queue)
         else:
-            self._host, self.arena, self.constants = beside._host, beside.arena, beside.constants
+            self._host = beside._host
+            self.arena = beside.arena
+            self.constants = beside.constants
             self._in_place = beside._in_place
         assert self.arena is not None
         self.enter(queue)
@@ -94,7 +99,8 @@ class Activations:
         ]
 
     def _make_arena(self) -> Buffer:
-        program, what = self._opened.program, "the activation arena"
+        program = self._opened.program
+        what = "the activation arena"
         if not program.hands_over:
             return self._ledger.buffer("arena", program.arena_bytes, what)
         self._host = new_pages(program.arena_bytes)[: program.arena_bytes]
@@ -112,7 +118,8 @@ class Activations:
 
     def _in_host_memory(self) -> dict[str, Array]:
         """The elements of tensors that the host reads and writes between launches, by name; none unless in place."""
-        views, host = dict[str, Array](), self._host
+        views = dict[str, Array]()
+        host = self._host
         if not self._in_place or host is None:
             return views
         for name in self._ports:
@@ -141,7 +148,9 @@ class Activations:
         self._of_host.release("staging", self._scratch_bytes)
 
     def _load_constants(self, queue: Queue) -> None:
-        program, file, constants = self._opened.program, self._opened.file, self.constants
+        program = self._opened.program
+        file = self._opened.file
+        constants = self.constants
         if constants is None:
             return
         view = queue.map(constants, program.constants_bytes, invalidate=True)
@@ -193,7 +202,8 @@ class Activations:
         if self._in_place:
             self._views[tensor].reshape(data.shape)[...] = data
             return
-        port, queue = self._ports[tensor], self._queue
+        port = self._ports[tensor]
+        queue = self._queue
         if data.flags.c_contiguous and data.nbytes + sum(sent.nbytes for sent in self._sent) <= SMALL_OUTPUT:
             queue.write_later(port, data)
             self._sent.append(data)
@@ -241,7 +251,8 @@ class Activations:
     def outputs(self, ports: Sequence[Port], read: Mapping[str, Array]) -> dict[str, Array]:
         """The outputs by name: `read` during the run, copied now, or pages of the arena, which gets new pages."""
         self._sent.clear()
-        results, moved = dict[str, Array](), list[Port]()
+        results = dict[str, Array]()
+        moved = list[Port]()
         for port in ports:
             name = port.name
             if port.tensor is None:
@@ -274,7 +285,8 @@ class Activations:
 
     def _left_after(self, returned: Collection[str]) -> frozenset[str]:
         program = self._opened.program
-        end, moving = len(program.launches), {*returned} - self._copied.keys()
+        end = len(program.launches)
+        moving = {*returned} - self._copied.keys()
         moved = set() if self._host is None else {page for name in moving for page in self._pages_of(name)}
         return frozenset(
             port.name
@@ -311,7 +323,8 @@ class Activations:
         """Outputs as arrays over their pages of the arena. Nothing can be read from the arena before the next run."""
         if self._host is None or self.arena is None or not ports:
             return {}
-        queue, places = self._queue, [self._pages[port.name] for port in ports]
+        queue = self._queue
+        places = [self._pages[port.name] for port in ports]
         if self._in_place:
             taken = move_out(self._host, places)
         else:

@@ -91,7 +91,8 @@ def _counts(inputs: Mapping[str, Input], variants: Sequence[Sequence[Port]]) -> 
         shapes.setdefault(port.name, set()).add(port.shape)
     counts = {}
     for name, array in inputs.items():
-        known, shape = shapes.get(name, set()), tuple(getattr(array, "shape", ()))
+        known = shapes.get(name, set())
+        shape = tuple(getattr(array, "shape", ()))
         if shape and shape not in known and (1, *shape[1:]) in known:
             counts[name] = shape[0]
     return counts

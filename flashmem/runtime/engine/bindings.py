@@ -20,9 +20,11 @@ class Bindings:
 
     def __init__(self, opened: OpenedBundle, device: DeviceInUse, *, apart: bool, warms_up: bool) -> None:
         """Allocates nothing yet. `apart`, `warms_up`: see `Engine`."""
-        self.opened, self.device = opened, device
+        self.opened = opened
+        self.device = device
         self.bound: BoundProgram | None = None
-        self._apart, self._warms_up = apart, warms_up
+        self._apart = apart
+        self._warms_up = warms_up
         self.warm_up = self._new_warm_up()
         self._kernels: dict[int, tuple[OverlapPlan, Kernels]] = {}  # by shape variant
         self._waiting: dict[int, tuple[BoundProgram, WarmUp | None]] = {}  # by shape variant
@@ -82,15 +84,18 @@ class Bindings:
         self.opened = opened
         after, warm_up = self._waiting.pop(opened.bundle.index, (None, None))
         if after is None:
-            warm_up, kernels = self._new_warm_up(), self.kernels_for(plan)
+            warm_up = self._new_warm_up()
+            kernels = self.kernels_for(plan)
             after = BoundProgram(self.device, opened, kernels, plan, layout, before.ledger, self.device.queue, before)
         else:
             after.take_turn(before)
-        self.bound, self.warm_up = after, warm_up
+        self.bound = after
+        self.warm_up = warm_up
 
     def _end_waiting(self) -> None:
         """Drop the other shape variants that are bound."""
-        waiting, self._waiting = self._waiting, {}
+        waiting = self._waiting
+        self._waiting = {}
         for bound, warm_up in waiting.values():
             call_each(None if warm_up is None else warm_up.close, bound.forget)
 
@@ -117,7 +122,8 @@ class Bindings:
         call_each(self._end_waiting, self._leave_bound)
 
     def _leave_bound(self) -> None:
-        bound, self.bound = self.bound, None
+        bound = self.bound
+        self.bound = None
         if bound is not None:
             call_each(None if self.warm_up is None else self.warm_up.leave, bound.close)
 

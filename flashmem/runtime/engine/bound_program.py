@@ -47,7 +47,8 @@ class _Either:
     """Kernels of one source, with a second source for names that the first lacks."""
 
     def __init__(self, one: NamedKernels, other: KernelSource) -> None:
-        self._one, self._other = one, other
+        self._one = one
+        self._other = other
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:
         """A new kernel object with its arguments set. Raises RunError."""
@@ -71,7 +72,10 @@ class BoundKernels:
         Raises:
             RunError: the device refuses.
         """
-        self._device, self._opened, self._kernels, self._weights = device, opened, kernels, weights
+        self._device = device
+        self._opened = opened
+        self._kernels = kernels
+        self._weights = weights
         transfer = weights.transfer
         assert activations.arena is not None
         memories = dict.fromkeys(opened.slices) if transfer.binds_late else transfer.memories
@@ -95,7 +99,8 @@ class BoundKernels:
             self._rebinds = False  # all runs have these steps
 
     def _executor_of(self, steps: Sequence[Step]) -> Executor:
-        descriptor, transfer = self._opened.bundle.descriptor, self._weights.transfer
+        descriptor = self._opened.bundle.descriptor
+        transfer = self._weights.transfer
         records = descriptor.command_buffers and not transfer.binds_late  # a recording keeps its arguments
         recorder = self._device.recorder(descriptor.probed) if records else None
         return Executor(self._device.queue, steps, recorder, transfer)
@@ -115,7 +120,8 @@ class BoundKernels:
 
     def steady_launches(self) -> tuple[SteadyLaunch, ...]:
         """The steady launches that the next run can use with the slices that are resident and stay resident."""
-        opened, weights = self._opened, self._weights
+        opened = self._opened
+        weights = self._weights
         if not self._moves_no_more() <= weights.resident:
             return ()
         return usable_launches(opened.program, weights.resident, opened.moves(weights.plan.later()), weights.joined)
@@ -135,7 +141,8 @@ class BoundKernels:
         """
         assert self._resources is not None and self._bound is not None
         opened, weights, plan, (bound_for, steps) = self._opened, self._weights, self._weights.plan.later(), self._bound
-        moves, before = opened.moves(plan), opened.moves(bound_for)
+        moves = opened.moves(plan)
+        before = opened.moves(bound_for)
         parts = {joined.name: joined.parts for joined in opened.program.joined}
         wholes = {str(arg.value) for each in steady for arg in each.launch.args if arg.value in parts}
         found: dict[str, DeviceMemory | None] = {name: weights.joined(name, parts[name]) for name in wholes}
@@ -183,7 +190,10 @@ class BoundProgram:
         Raises:
             RunError: the device or the budget refuses; nothing is allocated then.
         """
-        self.opened, self.ledger, self._device, self._compiled = opened, ledger, device, kernels
+        self.opened = opened
+        self.ledger = ledger
+        self._device = device
+        self._compiled = kernels
         self.has_run = False
         try:
             if beside is None:
@@ -215,7 +225,8 @@ class BoundProgram:
 
         Those of a model with states can: they have as much memory as the largest (`compile`).
         """
-        here, there = self.opened.program, opened.program
+        here = self.opened.program
+        there = opened.program
         same = (here.arena_bytes, here.constants_bytes, here.hands_over) == (
             there.arena_bytes, there.constants_bytes, there.hands_over,
         )  # fmt: skip
@@ -247,8 +258,11 @@ class BoundProgram:
         self.kernels.forget()
         self.activations.give_back()
         after = self.weights.leave()
-        self.opened, self._compiled, self.has_run = opened, kernels, False
-        device, ledger = self._device, self.ledger
+        self.opened = opened
+        self._compiled = kernels
+        self.has_run = False
+        device = self._device
+        ledger = self.ledger
         # First the weights, which frees what this variant has no use for: its activations may be larger.
         self.weights = WeightStore(device, opened, ledger, plan, layout, after=after, resident=stays)
         self.activations = Activations(device, opened, ledger, device.queue)
@@ -271,7 +285,8 @@ class BoundProgram:
 
     def ran(self, resident: frozenset[str]) -> None:
         """Record that a run is over and leaves these slices resident."""
-        self.has_run, self.weights.resident = True, resident
+        self.has_run = True
+        self.weights.resident = resident
 
     def forget(self) -> None:
         """Drop all references to memory that another bound program owns, and save the kernels compiled in this process."""

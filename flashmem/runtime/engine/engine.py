@@ -128,7 +128,8 @@ class Engine:
         bound = self.bound
         assert bound is not None
         self.left = frozenset()
-        program, again = bound.opened.program, bound.opened.transfer.by_kernels
+        program = bound.opened.program
+        again = bound.opened.transfer.by_kernels
         host = None if bound.opened.tier is None else bound.opened.tier.ledger
         if not self.opening_seconds:
             for ledger in (bound.ledger, host):
@@ -161,14 +162,19 @@ class Engine:
 
     def _report(self, executed: Executed, ledger: Ledger, host: Ledger | None, since: float) -> RunReport:
         """About a run that ends now."""
-        ended, init, device = perf_counter(), self.opening_seconds, self.device
+        ended = perf_counter()
+        init = self.opening_seconds
+        device = self.device
         use = MemoryUse.of(ledger, ended, device.budget.limit, device.start_rss, host)
         latency = Latency(init + ended - since, init, ended - since)
         self.opening_seconds = 0.0
         direct = self.opened.file.direct
-        before, self._direct_bytes = self._direct_bytes, direct.nbytes
+        before = self._direct_bytes
+        self._direct_bytes = direct.nbytes
         directly = self._direct_bytes - before
-        loads, layers, nbytes = executed.loads, executed.layers, executed.nbytes
+        loads = executed.loads
+        layers = executed.layers
+        nbytes = executed.nbytes
         return RunReport(latency, use, loads, layers, self.steady, ended, directly, direct.refused, nbytes)
 
     def later_outputs(self, names: Sequence[str]) -> dict[str, Array]:
@@ -191,7 +197,9 @@ class Engine:
         Raises:
             RequestError: the budget has no room for them.
         """
-        opened, device, bound = self.opened, self.device, self.bound
+        opened = self.opened
+        device = self.device
+        bound = self.bound
         assert bound is not None
         ports = [port for port in opened.program.outputs if port.name in names and port.tensor and port.count is None]
         if opened.uses_host_memory or not ports:
@@ -224,7 +232,8 @@ class Engine:
             BudgetError: outputs on the device hold too much of the budget; nothing has changed.
             RunError: the device refuses; the engine can only be closed then.
         """
-        bound, budget = self.bound, self.device.budget
+        bound = self.bound
+        budget = self.device.budget
         assert bound is not None
         kept = budget.committed - bound.ledger.commitment
         if limit is not None and needed + kept > limit:
@@ -248,7 +257,8 @@ class Engine:
         self, outputs: Sequence[Port], kept: Mapping[str, OutputValue], done: int, memory: RunMemory, control: RunControl
     ) -> Executed:
         """Execute the launches after `done`, until the end or a halt."""
-        bindings, run = self.bindings, memory.begin(done)
+        bindings = self.bindings
+        run = memory.begin(done)
         if run is None:
             return Executed((), 0, (), {}, done)
         assert bindings.bound is not None
@@ -317,7 +327,8 @@ class Engine:
                 started(self.stop_ahead, "flashmem-stop")
 
     def _stop_current(self) -> None:
-        run, self.current = self.current, None
+        run = self.current
+        self.current = None
         if run is not None:
             with suppress(RunError):  # the result of these loads is not needed
                 run.stop()

@@ -35,8 +35,10 @@ class Executor:
         self, queue: Queue, steps: Sequence[Step], recorder: Recorder | None = None, transfer: Transfer | None = None
     ) -> None:
         """`transfer` loads the slices that the steps need."""
-        self.queue, self.spacing = queue, Spacing()
-        prepared, slices = PreparedSteps(queue, steps), SliceArguments(queue, steps, transfer)
+        self.queue = queue
+        self.spacing = Spacing()
+        prepared = PreparedSteps(queue, steps)
+        slices = SliceArguments(queue, steps, transfer)
         self._resident = Resident(prepared, slices, self.spacing)
         self._streamed = Streamed(prepared, slices, self.spacing)
         self.recorded = None if recorder is None else Recorded(prepared, slices, self.spacing, recorder)
@@ -68,14 +70,20 @@ class Resident:
     """
 
     def __init__(self, prepared: PreparedSteps, slices: SliceArguments, spacing: Spacing) -> None:
-        self._prepared, self._slices, self._spacing = prepared, slices, spacing
+        self._prepared = prepared
+        self._slices = slices
+        self._spacing = spacing
         self._parts: list[Part] = []
         self._parts_for: tuple[int, frozenset[int]] | None = None
 
     def run(self, orders: LaunchOrders) -> int:
         """See `Executor.run`."""
-        prepared, queue, check, after = self._prepared, self._prepared.queue, orders.check, orders.after
-        window, last = LaunchWindow(self._spacing, orders), len(prepared.steps)
+        prepared = self._prepared
+        queue = self._prepared.queue
+        check = orders.check
+        after = orders.after
+        window = LaunchWindow(self._spacing, orders)
+        last = len(prepared.steps)
         self._slices.settle()
         for part in self._in_parts(frozenset(after)):
             if check is not None:
@@ -98,7 +106,8 @@ class Resident:
         """Parts that end at `stops`, and where two events are far enough apart; kept for the next run."""
         wanted = self._spacing.layers, stops
         if wanted != self._parts_for:
-            self._parts, self._parts_for = self._prepared.in_parts(stops, self._spacing.layers), wanted
+            self._parts = self._prepared.in_parts(stops, self._spacing.layers)
+            self._parts_for = wanted
         return self._parts
 
 
@@ -109,7 +118,9 @@ class Streamed:
     """
 
     def __init__(self, prepared: PreparedSteps, slices: SliceArguments, spacing: Spacing) -> None:
-        self._prepared, self._slices, self._spacing = prepared, slices, spacing
+        self._prepared = prepared
+        self._slices = slices
+        self._spacing = spacing
 
     def run(self, orders: LaunchOrders, trace: Trace | None = None) -> int:
         """See `Executor.run`. Step by step."""
@@ -119,15 +130,21 @@ class Streamed:
 
     def _enqueue(self, parts: Sequence[Part], orders: LaunchOrders, trace: Trace | None = None) -> int:
         """Enqueue the parts, and wait for their end. Returns the last step."""
-        prepared, queue, check, halted, after = self._prepared, self._prepared.queue, orders.check, orders.halted, orders.after
-        last, waking = len(prepared.steps), orders.wakes
+        prepared = self._prepared
+        queue = self._prepared.queue
+        check = orders.check
+        halted = orders.halted
+        after = orders.after
+        last = len(prepared.steps)
+        waking = orders.wakes
         window = LaunchWindow(self._spacing, orders)
         enqueued = _Enqueued(queue, last, orders, window, self._spacing)
         gate = SliceGate(self._slices, window, orders.loader)
         for part in parts:
             if halted is not None and part.may_halt and halted():
                 return window.finish(queue, part.first - 1)
-            layer, needs = part.last, part.needs
+            layer = part.last
+            needs = part.needs
             if not (part.launches or needs or layer in waking or trace is not None or layer in after or layer == last):
                 continue  # a later launch does its work
             if check is not None:
@@ -151,15 +168,23 @@ class _Enqueued:
     """
 
     def __init__(self, queue: Queue, last: int, orders: LaunchOrders, window: LaunchWindow, spacing: Spacing) -> None:
-        self._queue, self._last, self._window, self._spacing = queue, last, window, spacing
-        self._waking, self._follows, self._alone = orders.wakes, orders.copies_follow, orders.launches_alone
+        self._queue = queue
+        self._last = last
+        self._window = window
+        self._spacing = spacing
+        self._waking = orders.wakes
+        self._follows = orders.copies_follow
+        self._alone = orders.launches_alone
         self._loader = orders.loader
         self.submitted = orders.done
 
     def add(self, part: Part, *, is_first: bool) -> None:
         """Enqueue a part."""
-        layer, apart, window = part.last, self._spacing.layers, self._window
-        wakes, is_last = layer in self._waking, layer == self._last
+        layer = part.last
+        apart = self._spacing.layers
+        window = self._window
+        wakes = layer in self._waking
+        is_last = layer == self._last
         if part.recording is not None:
             event = self._queue.play(part.recording)
             self.submitted = layer
@@ -204,11 +229,13 @@ class Recorded(Streamed):
         stops = frozenset((*orders.wakes, *orders.after, *self._prepared.before_waits(orders.loader)))
         apart = self._spacing.layers
         if stops != self._stops or (self.parts and not self._longest <= 4 * apart <= 16 * self._longest):
-            self._stops, self.parts = stops, []  # another run, or a large change of the distance between events
+            self._stops = stops
+            self.parts = []  # another run, or a large change of the distance between events
             return False
         if not self.parts and self._recorder is not None:
             try:
-                self.parts, self._longest = self._recorded(stops, self._recorder), apart
+                self.parts = self._recorded(stops, self._recorder)
+                self._longest = apart
             except RunError as error:
                 warnings.warn(not_recorded(error), FlashmemWarning, stacklevel=2)
                 self._recorder = None

@@ -30,7 +30,8 @@ def forget_locals(error: BaseException) -> None:
 
     The lines of the traceback stay. Frames that still execute keep their variables.
     """
-    seen, left = set[int](), [error]
+    seen = set[int]()
+    left = [error]
     while left:
         each = left.pop()
         if id(each) in seen:

@@ -107,8 +107,10 @@ class BackgroundRuns(Generic[Result]):
     def cancel(self, *, current: bool = False) -> None:
         """Cancel the runs that have not begun; `current`: also the one that has, and wait for its end."""
         with self._lock:
-            waiting, self._waiting = self._waiting, deque()
-            running, thread = self._current, self._thread
+            waiting = self._waiting
+            self._waiting = deque()
+            running = self._current
+            thread = self._thread
         for future, _ in waiting:
             complete_cancelled(future)
         if current and running is not None:

@@ -105,7 +105,10 @@ class IOBinding:
 
     def clear_binding_outputs(self) -> None:
         """Forget all outputs, and the values of the last run."""
-        self.outputs, self.kept, self._order, self.values = {}, [], [], {}
+        self.outputs = {}
+        self.kept = []
+        self._order = []
+        self.values = {}
 
     def get_outputs(self) -> list[OutputValue]:
         """The outputs of the last run, in the order of their binding."""

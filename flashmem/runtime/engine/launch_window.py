@@ -79,7 +79,9 @@ class LaunchWindow:
     """
 
     def __init__(self, spacing: Spacing, orders: LaunchOrders) -> None:
-        self._spacing, self._loader, self._alone = spacing, orders.loader, orders.launches_alone
+        self._spacing = spacing
+        self._loader = orders.loader
+        self._alone = orders.launches_alone
         self._flying: deque[tuple[int, LaunchEvent]] = deque()
         self.last = self._done = orders.done
         self._since = perf_counter()  # when `_done` was complete
@@ -94,7 +96,8 @@ class LaunchWindow:
         wait(event)
         now = perf_counter()
         self._spacing.measure(layer - self._done, now - self._since)
-        self._done, self._since = layer, now
+        self._done = layer
+        self._since = now
         if self._loader is not None:
             self._loader.layer_done(layer)
 
@@ -125,7 +128,8 @@ class SliceArguments:
     """The slices of `transfer` as arguments of the kernels of `steps`, which `queue` launches."""
 
     def __init__(self, queue: Queue, steps: Sequence[Step], transfer: Transfer | None) -> None:
-        self.queue, self._transfer = queue, transfer
+        self.queue = queue
+        self._transfer = transfer
         self._users: dict[str, list[tuple[KernelObject, int]]] = {}  # by slice: arguments to set before a launch
         self._set: dict[str, DeviceMemory] = {}  # what they were set to
         for command in (each for step in steps for each in step.commands) if transfer and transfer.binds_late else ():
@@ -164,7 +168,9 @@ class SliceGate:
 
     def __init__(self, slices: SliceArguments, window: LaunchWindow, loader: Loading | None) -> None:
         """From here on, the loads of the run are made in this thread, unless threads make them."""
-        self._slices, self._window, self._loader = slices, window, loader
+        self._slices = slices
+        self._window = window
+        self._loader = loader
         self._loaded: Mapping[str, bool] = {}
         if loader is not None:
             loader.take_over()
@@ -179,7 +185,9 @@ class SliceGate:
         Raises:
             RunError: a load has failed.
         """
-        waited_for, loader, slices = "", self._loader, self._slices
+        waited_for = ""
+        loader = self._loader
+        slices = self._slices
         for name in needs:
             if loader is not None and not self._loaded.get(name, True):
                 if not flushed:

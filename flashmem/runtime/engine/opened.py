@@ -34,7 +34,7 @@ from flashmem.schedule.loads import planned_loads, read_while_opening
 from flashmem.schedule.modes import MODES
 from flashmem.schedule.modes.kind import TransferKind
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
-from flashmem.schedule.residency import Strategy, preloaded, preloaded_layout, session_bytes, streamed_layout
+from flashmem.schedule.residency import Strategy, preload_all, preloaded_layout, session_bytes, streamed_layout
 from flashmem.schedule.shared_memory import PlacedVariant, shared_layouts
 
 
@@ -74,10 +74,15 @@ class OpenedBundle:
         program, source = with_chains(
             program_on(bundle.program, device), bundle.source, bundle.descriptor, device.compute_units
         )
-        self.bundle, self.program, self.source, self.mode, self.lanes = bundle, program, source, mode, lanes
+        self.bundle = bundle
+        self.program = program
+        self.source = source
+        self.mode = mode
+        self.lanes = lanes
         self.transfer: TransferKind = MODES[mode]
         self.tier = tier
-        self._device, self._verify_weights = device, verify_weights
+        self._device = device
+        self._verify_weights = verify_weights
         self.uses_host_memory = device.uses_host_memory
         self.slices = {part.name: part for part in program.slices}
         self.readable = program.readable()
@@ -114,7 +119,8 @@ class OpenedBundle:
 
     def close(self) -> None:
         """Close the weight file, and free the host tier; bound programs must be closed before."""
-        tier, self.tier = self.tier, None
+        tier = self.tier
+        self.tier = None
         with suppress(RunError):  # a lost device has nothing to free
             call_each(None if tier is None else tier.close, self.file.close)
 
@@ -153,10 +159,12 @@ def planned_variant(bundle: Bundle, device: Device, mode: TransferMode, strategy
     Raises:
         UserError: the bundle was not compiled for that mode.
     """
-    program, plan, shares = program_on(bundle.program, device), bundle.plan, device.unified_memory
+    program = program_on(bundle.program, device)
+    plan = bundle.plan
+    shares = device.unified_memory
     if strategy == "preload":
         layout = preloaded_layout(program, mode, plan.loader_threads, shares_memory=shares)
-        return PlannedVariant(bundle, program, preloaded(plan), layout, shares)
+        return PlannedVariant(bundle, program, preload_all(plan), layout, shares)
     return PlannedVariant(bundle, program, plan, streamed_layout(program, plan, mode, shares_memory=shares), shares)
 
 
@@ -216,12 +224,14 @@ class Kernels:
             UserError: the kernels compute in half precision, and the device does not.
             RunError: the driver refuses the kernels, or is known to miscompile one.
         """
-        program, cache = opened.program, ProgramCache()
+        program = opened.program
+        cache = ProgramCache()
 
         def build(missing: Mapping[str, RequiredKernel]) -> Mapping[str, bytes]:
             return build_apart(missing, program, device.device, cache)
 
-        moves, verdicts = opened.moves(plan), Verdicts(device.device)
+        moves = opened.moves(plan)
+        verdicts = Verdicts(device.device)
         later = plan.later()
         later_moves = moves if later is plan or not moves else opened.moves(later)
         self.plain, self.lane = (

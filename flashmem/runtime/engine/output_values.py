@@ -34,7 +34,9 @@ class OutputValue:
     """
 
     def __init__(self, host: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self.host, self.dtype, self.shape = host, dtype, shape
+        self.host = host
+        self.dtype = dtype
+        self.shape = shape
         self.memory: Buffer | None = None  # on the device
         self.stored = dtype  # the type there
         self.queue: Queue | None = None  # commands that use `memory`
@@ -51,7 +53,9 @@ class OutputValue:
         made = cls(None, numpy_dtype(port.dtype), port.shape)
         ledger = device.ledger()
         made.memory = ledger.buffer("outputs", tensor.nbytes, f"the output {port.name!r} that stays on the device")
-        made.stored, made.queue, made._where = np.dtype(tensor.dtype), device.queue, device.device.name
+        made.stored = np.dtype(tensor.dtype)
+        made.queue = device.queue
+        made._where = device.device.name
         weakref.finalize(made, ledger.close).atexit = False
         return made
 

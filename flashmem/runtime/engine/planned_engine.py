@@ -34,9 +34,12 @@ class PlannedEngine:
 
     def __init__(self, engine: Engine, plans: SessionPlans, *, prefetches: bool, check: BackgroundCheck | None) -> None:
         """`prefetches`: whether a run begins the loads of the next one. `check`: checks its kernels between runs."""
-        self.engine, self.plans, self.check = engine, plans, check
+        self.engine = engine
+        self.plans = plans
+        self.check = check
         self.last_run: RunReport | None = None
-        self._memory, self._prefetches = BoundMemory(engine), prefetches
+        self._memory = BoundMemory(engine)
+        self._prefetches = prefetches
 
     def bind(self, in_use: DeviceInUse) -> None:
         """Bind the program. What needs no context comes first, since that is still being made.
@@ -44,8 +47,10 @@ class PlannedEngine:
         Raises:
             RunError: the device or the budget refuses.
         """
-        plans, engine = self.plans, self.engine
-        plan, layout = plans.ready.plan, plans.ready.layout
+        plans = self.plans
+        engine = self.engine
+        plan = plans.ready.plan
+        layout = plans.ready.layout
         engine.opened.announce(plan, layout)
         engine.bindings.kernels_for(plan)  # reads those that are compiled
         in_use.open()
@@ -107,7 +112,8 @@ class PlannedEngine:
         since: float,
     ) -> tuple[list[Array], list[OutputValue]]:
         """See `run`; any failure of it is one of the engine."""
-        engine, plans = self.engine, self.plans
+        engine = self.engine
+        plans = self.plans
         if variant is not plans.ready:
             engine.change_variant(engine.opened.variant(variant.bundle), variant.plan, variant.layout)
             plans.ready = variant

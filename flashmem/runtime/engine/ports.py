@@ -169,7 +169,8 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
     for place in places:
         file.expect(place, span)
     scratch = np.empty((min(max(1, _SCRATCH_BYTES // span), panels.size), -(-span // dtype.itemsize)), dtype)
-    raw, count = scratch.view(np.uint8)[:, :span], len(scratch)
+    raw = scratch.view(np.uint8)[:, :span]
+    count = len(scratch)
     rows = as_strided(
         scratch, (count, gather.panel, gather.columns), (scratch.strides[0], dtype.itemsize, gather.column_stride)
     )

@@ -38,15 +38,19 @@ class PreparedSteps:
     """
 
     def __init__(self, queue: Queue, steps: Sequence[Step]) -> None:
-        self.queue, self.steps = queue, steps
+        self.queue = queue
+        self.steps = steps
         self._launches = [[queue.prepare(c.kernel, c.global_size, c.local_size) for c in step.commands] for step in steps]
         self.singly = self.in_parts(range(1, len(steps)), 1)
 
     def in_parts(self, stops: Iterable[int], most_steps: int, most_launches: int = sys.maxsize) -> list[Part]:
         """All steps in parts, which end at `stops` and have at most so many launches, and steps with launches."""
-        stops, count = frozenset(stops), len(self.steps)
+        stops = frozenset(stops)
+        count = len(self.steps)
         parts: list[Part] = []
-        first, busy, launches = 1, 0, list[PreparedLaunch]()
+        first = 1
+        busy = 0
+        launches = list[PreparedLaunch]()
         for layer, each in enumerate(self._launches, start=1):
             launches += each
             busy += bool(each)
@@ -54,7 +58,9 @@ class PreparedSteps:
             if layer in stops or layer == count or busy == most_steps or len(launches) + following > most_launches:
                 may_halt = first == 1 or bool(self._launches[first - 2])
                 parts.append(Part(first, layer, self.steps[first - 1].needs, launches, may_halt))
-                first, busy, launches = layer + 1, 0, []
+                first = layer + 1
+                busy = 0
+                launches = []
         return parts
 
     def singly_after(self, done: int, loader: Loading | None) -> Sequence[Part]:

@@ -60,7 +60,8 @@ def fitted(bundle: Bundle, device: Device, mode: str, strategy: Strategy = "stre
         for other in error.modes:
             planned = _planned_for(bundle, device, other)
             if planned is not None:
-                laid_out, here = ", ".join(bundle.plan.layouts) or "none", ", ".join(error.modes)
+                laid_out = ", ".join(bundle.plan.layouts) or "none"
+                here = ", ".join(error.modes)
                 text = f"{bundle.path} has layouts for transfer modes {laid_out}, and {device.name} has {here}"
                 text += f": it was planned anew for mode {other}, in this process only"
                 warnings.warn(FlashmemWarning(text), stacklevel=3)
@@ -98,7 +99,8 @@ def within(own: PlannedVariant, device: Device, mode: TransferMode, limit: int |
         BudgetError: no plan fits.
         BundleError: the bundle's launch times are malformed.
     """
-    bundle, program = own.bundle, own.program
+    bundle = own.bundle
+    program = own.program
     if limit == bundle.budget_bytes:
         return own
     instance = instance_of(bundle, program, device, mode)

@@ -127,7 +127,8 @@ class _Peak:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         faults = usage.ru_minflt + usage.ru_majflt
         if faults != self._faults:
-            self._faults, self._peak = faults, _resident("VmHWM")
+            self._faults = faults
+            self._peak = _resident("VmHWM")
         return self._peak
 
 

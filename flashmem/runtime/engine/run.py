@@ -58,7 +58,9 @@ class Run:
     def __init__(
         self, bound: BoundProgram, schedule: Schedule, *, done: int = 0, admit: Callable[[Load], bool] | None = None
     ) -> None:
-        self.bound, self.schedule, self._done = bound, schedule, done
+        self.bound = bound
+        self.schedule = schedule
+        self._done = done
         weights = bound.weights
         if schedule.loads:
             weights.look_at_memory()
@@ -98,7 +100,8 @@ class Run:
     def _execute(
         self, outputs: Sequence[Port], kept: Mapping[str, OutputValue], traced: bool, halted: Callable[[], bool] | None
     ) -> Executed:
-        bound, loader = self.bound, self.loader
+        bound = self.bound
+        loader = self.loader
         trace = Trace() if traced else None
         arrays: dict[str, Array] = {}
         reading: list[Event] = []
@@ -123,7 +126,8 @@ class Run:
             bound.kernels.executor.drain()  # nothing may be freed while the device reads it
             raise
         layers = trace.intervals(executor.queue) if trace is not None else ()
-        loads, nbytes = loader.intervals if loader else (), self.schedule.nbytes
+        loads = loader.intervals if loader else ()
+        nbytes = self.schedule.nbytes
         if done == len(bound.opened.program.launches):
             bound.ran(self.schedule.resident)
         else:

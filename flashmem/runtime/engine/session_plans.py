@@ -28,7 +28,10 @@ class SessionPlans:
         Raises:
             UserError: the bundle was not compiled for that mode.
         """
-        self._bundle, self._device, self._mode, self._strategy = bundle, device, mode, strategy
+        self._bundle = bundle
+        self._device = device
+        self._mode = mode
+        self._strategy = strategy
         bundles = map(bundle.variant, range(len(bundle.variants)))
         self._own = [planned_variant(each, device, mode, strategy) for each in bundles]  # as the bundle has them
         self.budget: int | None = None
@@ -36,7 +39,8 @@ class SessionPlans:
         self._take(self._own, bundle.index)
 
     def _take(self, variants: Sequence[PlannedVariant], ready: int) -> None:
-        self.variants, self.ready = variants, variants[ready]
+        self.variants = variants
+        self.ready = variants[ready]
         self.needed = max(variant.needed() for variant in variants)
 
     def fit_process(self, limit: int, held: int | None) -> int:

@@ -73,7 +73,8 @@ class States:
         states = [self._states[name] for name in arrays]
         check_inputs([Port(each.name, each.shape, each.dtype, each.tensor) for each in states], arrays)
         for state in states:
-            tensor, given = self._tensors[state.tensor], on_host(arrays[state.name]).reshape(-1)
+            tensor = self._tensors[state.tensor]
+            given = on_host(arrays[state.name]).reshape(-1)
             for first in range(0, given.size, _PIECE):
                 self._write(state, first, to_device(tensor, given[first : first + _PIECE]))
             self._torn.discard(state.name)

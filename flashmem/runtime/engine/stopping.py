@@ -29,7 +29,8 @@ class RunControl:
 
     def __init__(self, until: float = math.inf, cancelled: Callable[[], bool] | None = None) -> None:
         """`until`: the time of `time.perf_counter()` at which it ends. `cancelled`: whether its caller has cancelled it."""
-        self.until, self.cancelled = until, cancelled
+        self.until = until
+        self.cancelled = cancelled
         self.asked = cancelled if until == math.inf else self.stops
 
     def stops(self) -> bool:
@@ -84,7 +85,8 @@ class OneThread:
         """
         if os.getpid() != self._process:
             raise RunError("the session was opened before this process was forked; open one in the child")
-        here, lock = threading.get_ident(), self._lock
+        here = threading.get_ident()
+        lock = self._lock
         if self._holder == here:
             raise RunError(f"{what} was called while the same thread is in a run of the session; let the run end first")
         left = -1.0 if until == math.inf else min(max(0.0, until - perf_counter()), threading.TIMEOUT_MAX)

@@ -44,7 +44,9 @@ class WarmUp:
 
     def __init__(self, opened: OpenedBundle, device: DeviceInUse, *, apart: bool) -> None:
         """Starts nothing yet. `apart`: build kernels that no cache has in child processes."""
-        self._opened, self._device, self._apart = opened, device, apart
+        self._opened = opened
+        self._device = device
+        self._apart = apart
         self._failure: str | None = None
         self._refused = False  # after a failure: nothing more is prepared
         self._kernels: CachedKernels | None = None  # all of the steady ones, ready
@@ -99,7 +101,8 @@ class WarmUp:
         Returns whether it uses steady ones. Warns once if they cannot be prepared.
         """
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            failure = self._failure
+            self._failure = None
             warnings.warn(f"later runs keep the kernels of the first one: {failure}", FlashmemWarning, stacklevel=6)
         if not self._refused and bound is not self._program:
             self._take_over(bound)
@@ -116,7 +119,9 @@ class WarmUp:
     def _take_over(self, bound: BoundProgram) -> None:
         """For the first run of a bound program: bind the steady launches that have kernels and need no resident slice."""
         with self._lock:
-            self._program, kernels, covered = bound, self._kernels, self._launches
+            self._program = bound
+            kernels = self._kernels
+            covered = self._launches
         if kernels is None or self._opened.transfer.by_kernels:  # first-run kernels copy weights
             return
         try:
@@ -137,14 +142,16 @@ class WarmUp:
         """Call before the memory of the program or of its weights is freed: from then on nothing is bound to it."""
         with self._lock:
             self._program = self._seen = self._wanted = self._chosen = self._choice = None
-            self._stay, self._ready = object(), ()
+            self._stay = object()
+            self._ready = ()
         with self._binding:
             pass
 
     def close(self) -> None:
         """End the thread, and save the kernels that were compiled in this process and launched."""
         with self._lock:
-            self._stopping, self._refused = True, True
+            self._stopping = True
+            self._refused = True
         call_each(self.leave, None if self._pool is None else self._pool.abandon, self.wait)
         launched = [*self._earlier, *([self._kernels] if self._kernels is not None and self._whole else [])]
         call_each(
@@ -158,13 +165,15 @@ class WarmUp:
 
     def _refuse(self, error: Exception) -> None:
         if not self._stopping:
-            self._failure, self._refused = said(error), True
+            self._failure = said(error)
+            self._refused = True
 
     def _work(self) -> None:
         prefer_little()
         while True:
             with self._lock:
-                wanted, self._wanted = self._wanted, None
+                wanted = self._wanted
+                self._wanted = None
                 if wanted is None or self._refused:
                     self._working = False
                     return
@@ -186,13 +195,16 @@ class WarmUp:
 
     def _kernels_of(self, bound: BoundProgram, steady: Sequence[SteadyLaunch]) -> CachedKernels:
         """The kernels of `steady`. Raises RunError."""
-        opened, program, source = self._opened, self._opened.program, self._opened.source
+        opened = self._opened
+        program = self._opened.program
+        source = self._opened.source
         plan = bound.weights.plan
         same = not opened.transfer.by_kernels or plan is self._plan  # under another plan, other kernels copy weights
         if self._kernels is not None and same and _layers(steady) <= _layers(self._launches):
             return self._kernels
         known, _ = required_kernels(program, source, opened.moves(plan), opened.moves(plan.later()))
-        cache, device = ProgramCache(), self._device
+        cache = ProgramCache()
+        device = self._device
 
         def begin(pool: ChildPool) -> None:
             self._pool = pool
@@ -215,7 +227,10 @@ class WarmUp:
         with self._lock:
             if self._kernels is not None and self._kernels.compiled and self._whole:
                 self._earlier.append(self._kernels)
-            self._kernels, self._launches, self._plan, self._whole = kernels, tuple(steady), plan, False
+            self._kernels = kernels
+            self._launches = tuple(steady)
+            self._plan = plan
+            self._whole = False
         return kernels
 
 

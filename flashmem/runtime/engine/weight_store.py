@@ -12,7 +12,7 @@ from flashmem.runtime.memory.ledger import Ledger
 from flashmem.runtime.opencl.handles import DeviceMemory
 from flashmem.runtime.streaming.modes import make_transfer
 from flashmem.runtime.streaming.transfer import Transfer, TransferRequest
-from flashmem.schedule.loads import Schedule, scheduled, staying
+from flashmem.schedule.loads import Schedule, make_schedule, staying
 from flashmem.schedule.plan import OverlapPlan, PoolLayout
 from flashmem.schedule.residency import share_places
 from flashmem.schedule.shared_memory import WeightMemory, weight_memory
@@ -46,8 +46,11 @@ class WeightStore:
         Raises:
             RunError: the device or the budget refuses.
         """
-        self._opened, self.ledger = opened, ledger
-        self.plan, self.layout, self.resident = plan, layout, resident
+        self._opened = opened
+        self.ledger = ledger
+        self.plan = plan
+        self.layout = layout
+        self.resident = resident
         self._apart = not device.context.device.unified_memory
         self._last_schedule: tuple[object, Schedule] | None = None
         self._transfer: Transfer | None = beside or make_transfer(
@@ -80,15 +83,18 @@ class WeightStore:
 
     def follow(self, plan: OverlapPlan, layout: PoolLayout) -> None:
         """Run the next run under another plan in the same places. For a mode of pages, where no place depends on it."""
-        self.plan, self.layout, self._last_schedule = plan, layout, None
+        self.plan = plan
+        self.layout = layout
+        self._last_schedule = None
 
     def schedule(self, *, kept: Collection[str] | None = None, done: int = 0) -> Schedule:
         """The loads and frees of the next run after launch `done`; it leaves `kept` resident (None: as the plan says)."""
-        opened, resident = self._opened, self.resident
+        opened = self._opened
+        resident = self.resident
         tier = opened.tier
         key = (resident, None if kept is None else frozenset(kept), done, len(tier.complete) if tier is not None else 0)
         if self._last_schedule is None or self._last_schedule[0] != key:
-            made = scheduled(
+            made = make_schedule(
                 self.plan, opened.slices, self.layout, opened.mode,
                 resident=resident, kept=kept, done=done, segmented=opened.segmented,
                 undivided=() if tier is None else {part.name for part in opened.program.slices if tier.has_all(part)},
@@ -107,7 +113,8 @@ class WeightStore:
         stays = staying(self.plan)
         if not stays <= self.resident:
             return None
-        names, tier = {w.name for w in self.plan.weights} - stays, self._opened.tier
+        names = {w.name for w in self.plan.weights} - stays
+        tier = self._opened.tier
         parts = [part for part in self._opened.program.slices if part.name in names and not (tier and tier.keeps(part))]
         ranges = sorted({(part.offset, part.file_bytes) for part in parts})
         held = sum(self.ledger.by_category.get(category, 0) for category in ("weights", "staging"))
@@ -163,7 +170,8 @@ class WeightStore:
 
     def serves(self, opened: OpenedBundle, layout: PoolLayout) -> bool:
         """Whether the transfer is that of another shape variant too, without a change."""
-        before, transfer = self._opened, self.transfer
+        before = self._opened
+        transfer = self.transfer
         if transfer.binds_late or opened.transfer.by_kernels or opened.program.slices != before.program.slices:
             return False
         return share_places(self.layout, layout, opened.mode, slices=(before.slices, opened.slices)) and all(
@@ -172,7 +180,8 @@ class WeightStore:
 
     def has_room_for(self, opened: OpenedBundle, layout: PoolLayout) -> bool:
         """Whether the memory objects of weights, and the ring, are those of another shape variant too, so that both stay."""
-        here, there = self._memory(self._opened, self.layout), self._memory(opened, layout)
+        here = self._memory(self._opened, self.layout)
+        there = self._memory(opened, layout)
         staged = all(getattr(self.layout, name) == getattr(layout, name) for name in _STAGING)
         fixed = not (opened.transfer.by_pages or opened.transfer.by_kernels)
         return fixed and staged and here.has_same_objects(there)
@@ -199,6 +208,7 @@ class WeightStore:
     def close(self) -> None:
         """End the transfer. The ledger still counts the memory."""
         self.resident = frozenset()
-        transfer, self._transfer = self._transfer, None
+        transfer = self._transfer
+        self._transfer = None
         if transfer is not None:
             transfer.close()

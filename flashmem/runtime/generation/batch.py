@@ -29,7 +29,9 @@ class Generation:
     """
 
     def __init__(self, text: GeneratedText, pieces: SimpleQueue[Piece]) -> None:
-        self._text, self._pieces, self._is_over = text, pieces, False
+        self._text = text
+        self._pieces = pieces
+        self._is_over = False
         weakref.finalize(self, text.cancel).atexit = False
 
     @property

@@ -15,7 +15,8 @@ from functools import lru_cache
 from flashmem.bundle.language import Pattern
 from flashmem.runtime.generation.joining import joined
 
-_CACHED_PIECES, _CACHED_LENGTH = 1 << 15, 32
+_CACHED_PIECES = 1 << 15
+_CACHED_LENGTH = 32
 """So many pieces are kept with their tokens, none with more characters."""
 
 _KNOWN_CHARACTERS = 1 << 16
@@ -39,7 +40,8 @@ class _Kinds(dict[int, str]):
     """The kind of each character, as `bundle.language.Pattern` names them; computed when it is first seen."""
 
     def __missing__(self, code: int) -> str:
-        character, category = chr(code), unicodedata.category(chr(code))[0]
+        character = chr(code)
+        category = unicodedata.category(chr(code))[0]
         if category in "LN":
             kind = category
         elif not character.isspace() or character in _NO_SPACE:
@@ -58,7 +60,8 @@ class BytePairs:
     """The tokens of texts by merges of byte pairs."""
 
     def __init__(self, ids: Mapping[str, int], merges: Sequence[str], pattern: Pattern) -> None:
-        self._ids, self._pattern = ids, pattern
+        self._ids = ids
+        self._pattern = pattern
         self._ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges)}
         self._cached = lru_cache(_CACHED_PIECES)(self._merged)
 
@@ -76,7 +79,8 @@ class BytePairs:
 
     def _pieces(self, text: str) -> Iterator[str]:
         """The pieces of a text, which are encoded one by one."""
-        kinds, pattern = text.translate(_KINDS), self._pattern
+        kinds = text.translate(_KINDS)
+        pattern = self._pattern
         parts = re.finditer("N|[^N]+" if pattern.digits else "(?s:.+)", kinds)
         for start, end in (part.span() for part in parts):
             while start < end:

@@ -20,7 +20,8 @@ from flashmem.runtime.session import Session
 Message = Mapping[str, str]
 """A message of a conversation: `role` ("system", "user" or "assistant") and `content`."""
 
-_ABOUT, _TOKENS = "about", "tokens"
+_ABOUT = "about"
+_TOKENS = "tokens"
 
 
 def model_key(bundle: Bundle) -> str:

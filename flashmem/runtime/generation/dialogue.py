@@ -26,7 +26,8 @@ class Dialogue:
     """
 
     def __init__(self, generator: Generator, messages: Sequence[Message] = ()) -> None:
-        self.messages, self.forgotten = list(messages), 0
+        self.messages = list(messages)
+        self.forgotten = 0
         self._generator = generator
 
     def ask(self, content: str, *, speculate: bool = True, **options: Unpack[TextOptions]) -> Iterator[str]:

@@ -35,7 +35,9 @@ class DraftModel:
 
         None if the cache has no room for them, or if the text has a token that this model lacks.
         """
-        model, count, text = self._model, len(self._tokens), [*self._tokens]
+        model = self._model
+        count = len(self._tokens)
+        text = [*self._tokens]
         if not self._knows_all or count + most > model.language.max_length:
             return []
         del model.cached[0][model.reusable(0, text) :]
@@ -59,7 +61,8 @@ def check_same_tokens(model: Language, draft: Language) -> None:
 
 def needed_bytes(bundle: Bundle, device: str) -> int:
     """Bytes that a session of `bundle` needs on the device, as its plans are. Raises UserError as `Session`."""
-    here, strategy = device_here(device, prefer=bundle.descriptor.name), choose_strategy(bundle.plan, "auto")
+    here = device_here(device, prefer=bundle.descriptor.name)
+    strategy = choose_strategy(bundle.plan, "auto")
     bundle, mode = fitted(bundle, here, "auto", strategy)
     variants = [bundle.variant(index) for index in range(len(bundle.variants))]
     return max(planned_variant(each, here, mode, strategy).needed() for each in variants)

@@ -70,13 +70,18 @@ class GeneratedText:
         drafts: Drafts | None = None,
     ) -> None:
         """`put` gets the pieces."""
-        self._language, self._tokenizer, self._most = language, tokenizer, request.max_new_tokens
-        self._sampler, self._stops = Sampler(request.sampling), Stops(request.stop)
+        self._language = language
+        self._tokenizer = tokenizer
+        self._most = request.max_new_tokens
+        self._sampler = Sampler(request.sampling)
+        self._stops = Stops(request.stop)
         self._text_of = codecs.getincrementaldecoder("utf-8")("replace")
-        self._put, self.drafts = put, drafts
+        self._put = put
+        self.drafts = drafts
         self.draft = list[int]()
         self.summed_at = self._sampler.summed_at
-        self.tokens, self.prompt = list(prompt), len(prompt)
+        self.tokens = list(prompt)
+        self.prompt = len(prompt)
         self.reused = self.drafted = self.accepted = self.peak_bytes = self.count = 0
         self.is_over = self.is_cancelled = self.ended = False
         self._first_seconds = self._later_seconds = 0.0

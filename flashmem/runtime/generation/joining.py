@@ -12,8 +12,10 @@ def joined(parts: Sequence[str], rank: Callable[[str, str], int | None]) -> list
 
     `rank`: of two neighbours, 0 or more; None if they are not joined. The parts are not empty.
     """
-    texts, count = list(parts), len(parts)
-    before, after = array("q", range(-1, count - 1)), array("q", range(1, count + 1))
+    texts = list(parts)
+    count = len(parts)
+    before = array("q", range(-1, count - 1))
+    after = array("q", range(1, count + 1))
     # A join in the heap is one number, because tuples take three times as much memory.
     found = [each * count + at for at in range(count - 1) if (each := rank(texts[at], texts[at + 1])) is not None]
     heapify(found)

@@ -78,7 +78,8 @@ def _conversation(
     messages: Sequence[Message], language: Language, tokenizer: Tokenizer, arguments: Mapping[str, Any]
 ) -> list[int]:
     """The tokens of a conversation. Control tokens are recognised in the template, not in the messages."""
-    pieces, template = language.pieces, language.template
+    pieces = language.pieces
+    template = language.template
     if template is not None and (pieces is None or can_render()):
         return _begun(_rendered(messages, template, language, tokenizer, arguments), language)
     if pieces is None:
@@ -97,9 +98,11 @@ def _conversation(
 
 def _turns(messages: Sequence[Message], pieces: ChatPieces) -> tuple[list[str], list[str]]:
     """Roles and contents of messages, as a template in pieces takes them. Raises UserError."""
-    roles, contents = list[str](), list[str]()
+    roles = list[str]()
+    contents = list[str]()
     for message in messages:
-        role, content = message.get("role", ""), message.get("content")
+        role = message.get("role", "")
+        content = message.get("content")
         before = roles[-1] if roles else ""
         if role not in ROLES or f"{before} {role}".strip() not in pieces.texts or not isinstance(content, str):
             if role == "system" and not before:
@@ -140,7 +143,8 @@ def _rendered(
     given: list[Message] = []
     sought = _sought_in_messages(template.text)
     for message in messages:
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError("each message of a conversation has a role and a content, both texts")
         if role not in ROLES:  # a template writes the role between marks, as "<|" and "|>"

@@ -52,7 +52,8 @@ class Sampler:
     """Chooses tokens one after the other. `summed_at`: the temperature at which the candidates' sums are useful."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self._sampling, self._random = sampling, np.random.default_rng(sampling.seed)
+        self._sampling = sampling
+        self._random = np.random.default_rng(sampling.seed)
         least, most = _NORMAL
         self.summed_at = sampling.temperature if least <= sampling.temperature <= most else 1.0
 
@@ -76,7 +77,8 @@ class Sampler:
         return self._among_all(candidates.read().astype(np.float64), draw) if found is None else found
 
     def _penalised(self, logits: Array, seen: Iterable[int]) -> Array:
-        penalty, before = self._sampling.repetition_penalty, np.fromiter(set(seen), np.int64)
+        penalty = self._sampling.repetition_penalty
+        before = np.fromiter(set(seen), np.int64)
         scores = logits[before]
         logits[before] = np.where(scores > 0, scores / penalty, scores * penalty)
         return logits
@@ -86,7 +88,8 @@ class Sampler:
 
         Without `top_k`, all tokens count. Their sum has an error, and the choice must be the same at both ends of its range.
         """
-        how, kept = self._sampling, len(candidates.tokens)
+        how = self._sampling
+        kept = len(candidates.tokens)
         if 0 < how.top_k <= kept:
             sums = self._sums(candidates.logits[: how.top_k].astype(np.float64))
             totals = [float(sums[-1])]

@@ -20,7 +20,8 @@ class Scheduler:
 
     def __init__(self, model: LanguageSession, bytes_beside: int = 0) -> None:
         """`bytes_beside`: what the budget counts beside the model."""
-        self._model, self._bytes_beside = model, bytes_beside
+        self._model = model
+        self._bytes_beside = bytes_beside
         self._waiting = deque[GeneratedText]()
         self._rows: list[GeneratedText | None] = [None] * len(model.cached)
         self._length = 1  # tokens that the last run read in a row
@@ -78,9 +79,12 @@ class Scheduler:
 
     def _follow(self, row: int, candidates: list[Candidates], seconds: float) -> None:
         """The tokens of a text after a run: none within its prompt, else one, and those of a draft while it is right."""
-        text, run = self._rows[row], self._model.session.last_run
+        text = self._rows[row]
+        run = self._model.session.last_run
         assert text is not None and run is not None
-        read, is_later, accepted = len(text.tokens), text.count > 0, 0
+        read = len(text.tokens)
+        is_later = text.count > 0
+        accepted = 0
         if len(self._model.cached[row]) < read:
             return
         after = candidates[-1 - len(text.draft) :]

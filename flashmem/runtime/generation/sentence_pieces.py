@@ -19,7 +19,8 @@ class SentencePieces:
     """The tokens of texts by scores. `ids` has no control tokens; `unknown` is for a byte that the vocabulary lacks."""
 
     def __init__(self, ids: Mapping[str, int], scores: Sequence[float], unknown: int | None) -> None:
-        self._ids, self._unknown = ids, unknown
+        self._ids = ids
+        self._unknown = unknown
         order = {score: rank for rank, score in enumerate(sorted(set(scores), reverse=True))}
         self._ranks = array("q", (order[score] for score in scores))
 

@@ -71,7 +71,8 @@ class Payoff:
         self._single = self._check = 0.0  # seconds of a run for one token, and of one that checks a draft
         self._tokens = 0.0  # that a run with a draft gives
         self._return = 0.0  # what the first run after it takes longer than others
-        self._pause, self._left = _PAUSES[0], 0
+        self._pause = _PAUSES[0]
+        self._left = 0
 
     def allows(self) -> bool:
         """Whether the next run shall check a draft; the time of a run for one token must be known."""
@@ -85,7 +86,8 @@ class Payoff:
 
     def checked(self, seconds: float, tokens: int) -> None:
         """A run that checked a draft took so long, and gave so many tokens."""
-        self._check, self._tokens = _mixed(self._check, seconds), _mixed(self._tokens, tokens)
+        self._check = _mixed(self._check, seconds)
+        self._tokens = _mixed(self._tokens, tokens)
         if self._tokens * self._single >= self._check + self._return:
             self._pause = _PAUSES[0]
         else:
@@ -113,7 +115,8 @@ class Drafts:
 
     def __init__(self, language: Language, sources: Sequence[tuple[Drafter, Payoff]]) -> None:
         """`sources`: of those that save time, by what was measured, the first that has a draft makes it."""
-        self._language, self._sources = language, sources
+        self._language = language
+        self._sources = sources
         self._known = 0  # tokens that the drafters have
         self._payoff: Payoff | None = None  # whose draft the last run checked
         self._before: Payoff | None = None  # and the one before
@@ -122,7 +125,9 @@ class Drafts:
     def propose(self, tokens: Sequence[int]) -> list[int]:
         """Tokens that may follow a text, as many as a run checks beside its last one; none if that is not worth it."""
         since = perf_counter()
-        self._before, self._payoff, draft = self._payoff, None, list[int]()
+        self._before = self._payoff
+        self._payoff = None
+        draft = list[int]()
         if len(tokens) - 1 + CHECKED_TOKENS <= self._language.max_length:
             self._payoff, draft = self._made(tokens)
         self._seconds = perf_counter() - since
@@ -139,7 +144,8 @@ class Drafts:
                 payoff.single(seconds)
 
     def _made(self, tokens: Sequence[int]) -> tuple[Payoff | None, list[int]]:
-        new, self._known = tokens[self._known :], len(tokens)
+        new = tokens[self._known :]
+        self._known = len(tokens)
         for drafter, _ in self._sources:
             drafter.add(new)
         for drafter, payoff in self._sources:

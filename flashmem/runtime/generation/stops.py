@@ -9,14 +9,18 @@ class Stops:
     """Holds back text that may become one of the stop texts."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops, self._held, self.found = [_Stop(stop) for stop in dict.fromkeys(stops) if stop], "", False
+        self._stops = [_Stop(stop) for stop in dict.fromkeys(stops) if stop]
+        self._held = ""
+        self.found = False
 
     def passed(self, text: str) -> str:
         """The text that can be shown after `text` is there too."""
-        held, known = self._held + text, len(self._held)
+        held = self._held + text
+        known = len(self._held)
         begins = [known + at for stop in self._stops if (at := stop.begin_in(text)) is not None]
         if begins:
-            self.found, self._held = True, ""
+            self.found = True
+            self._held = ""
             return held[: min(begins)]
         kept = max((stop.matched for stop in self._stops), default=0)
         self._held = held[len(held) - kept :]
@@ -34,7 +38,8 @@ class _Stop:
     """
 
     def __init__(self, stop: str) -> None:
-        self._stop, self.matched = stop, 0
+        self._stop = stop
+        self.matched = 0
         self._shorter = [0]  # by what is matched, less 1: the longest shorter match with the same end
         for character in stop[1:]:
             self._shorter.append(self._longer(self._shorter[-1], character))

@@ -35,14 +35,16 @@ class TextModel:
         if call.draft is not None and call.process_memory is not None:
             raise UserError("the process memory is for one model; give a budget for a model with a draft")
         opening = call.given_as(SessionRequest)
-        draft, draft_bytes = None, 0
+        draft = None
+        draft_bytes = 0
         if call.draft is not None:
             draft = call.draft if isinstance(call.draft, Bundle) else Bundle.open(call.draft)
             draft_bytes = needed_bytes(draft, call.device)
             if call.budget is not None:
                 opening = opening.replace(budget=max(0, call.budget - draft_bytes))
         bundle = bundle_for(call.bundle, opening, build=True)
-        self.language, rows = language_of(bundle), rows_in(bundle)
+        self.language = language_of(bundle)
+        rows = rows_in(bundle)
         if most_rows is not None and rows > most_rows:
             raise UserError(
                 f"{bundle.path} answers {rows} requests at a time; open it with flashmem.BatchGenerator or flashmem serve, or "

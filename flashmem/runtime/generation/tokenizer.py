@@ -25,7 +25,8 @@ def composed(text: str) -> str:
     """Unicode's normal form C of `text`. Its marks are sorted first, for which the library's own way takes quadratic time."""
     if text.isascii():
         return text
-    parts, marks = list[str](), list[str]()
+    parts = list[str]()
+    marks = list[str]()
     for character in "".join(unicodedata.normalize("NFD", each) for each in text):
         if unicodedata.combining(character):
             marks.append(character)
@@ -39,14 +40,17 @@ class Tokenizer:
     """The tokens of texts, and the bytes of tokens. `most_characters`: no longer text has so few tokens as the cache holds."""
 
     def __init__(self, language: Language) -> None:
-        self._tokens, self._types = language.tokens, language.types
-        self._space, self._nfc = language.space_prefix, language.nfc
+        self._tokens = language.tokens
+        self._types = language.types
+        self._space = language.space_prefix
+        self._nfc = language.nfc
         self._ids = {token: number for number, token in enumerate(language.tokens)}
         silent, own = (
             {token for token, its in zip(language.tokens, language.types, strict=True) if its == kind and token}
             for kind in (CONTROL, USER_DEFINED)
         )
-        self._silent, self._cut = silent, {False: _cut_at(own), True: _cut_at(own | silent)}
+        self._silent = silent
+        self._cut = {False: _cut_at(own), True: _cut_at(own | silent)}
         longest = max(len(token) for token in language.tokens)
         # The longest composition of normal form C makes one character of four.
         self.most_characters = language.max_length * longest * (4 if language.nfc else 1)
@@ -63,7 +67,8 @@ class Tokenizer:
 
         `encode_template` reads what the template makes of it.
         """
-        text, cut = text.replace(SPELLED, ""), _cut_at(self._silent - {*kept})
+        text = text.replace(SPELLED, "")
+        cut = _cut_at(self._silent - {*kept})
         return text if cut is None else cut.sub(lambda found: "".join(f"{SPELLED}{each}" for each in found[0]), text)
 
     def encode_template(self, text: str) -> list[int]:
@@ -89,7 +94,8 @@ class Tokenizer:
         Raises:
             ValueError: the vocabulary lacks a byte of the text.
         """
-        plain, tokens = "", list[int]()
+        plain = ""
+        tokens = list[int]()
         for text, control in parts:
             cut = self._cut[control]
             for index, part in enumerate([text] if cut is None else cut.split(text)):
@@ -110,7 +116,8 @@ class Tokenizer:
         for number in tokens:
             if not 0 <= number < len(self._tokens):
                 raise ValueError(f"{number} is no token; there are {len(self._tokens)}")
-            text, its = self._tokens[number], self._types[number]
+            text = self._tokens[number]
+            its = self._types[number]
             if its == BYTE and (byte := re.fullmatch("<0x([0-9A-F]{2})>", text)):
                 texts.append(bytes.fromhex(byte[1]))
             elif text not in self._silent:

@@ -35,7 +35,8 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 Report = Callable[[float], None]
 
-SHARE, MOST_SECONDS = 0.1, 20.0
+SHARE = 0.1
+MOST_SECONDS = 20.0
 """Of compilation's time, and at most: for checks of whole launches, after all else."""
 
 
@@ -78,7 +79,9 @@ class KernelBuilder:
             device: the target of compilation, as for `flashmem.compile`.
             report: called with the fraction done, in `begin`, `poll` and `finish`.
         """
-        self._asked, self._report, self._cache = device, report, ProgramCache()
+        self._asked = device
+        self._report = report
+        self._cache = ProgramCache()
         self._pool: ChildPool | None = None
         self._built = set[str]()
         self._sampled = set[str]()  # keys of texts
@@ -170,7 +173,8 @@ class KernelBuilder:
         if missing and why_unusable(self._cache.folder) is not None:
             return device, tuple(wanted), True
         checks = ProgramChecks(kernels, program, device, self._note)
-        samples, wholes = checks.samples(self._sampled), checks.jobs(leave=self._checked)
+        samples = checks.samples(self._sampled)
+        wholes = checks.jobs(leave=self._checked)
         self._built |= missing.keys()
         self._sampled |= set(checks.texts)
         self._checked |= {trial.key for job in wholes for trial in job.trials}
@@ -212,7 +216,8 @@ def kernels_of(request: BuildRequest, device: Device) -> tuple[Program, tuple[Re
     if MODES[mode].by_kernels:
         if request.plan is None:
             return None
-        slices, kind = {part.name: part for part in program.slices}, lane_kind(program)
+        slices = {part.name: part for part in program.slices}
+        kind = lane_kind(program)
         moves = layer_moves(request.plan, slices, kind)
         later = request.plan.later()
         again = moves if later is request.plan else layer_moves(later, slices, kind)

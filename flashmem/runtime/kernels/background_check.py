@@ -21,7 +21,8 @@ class BackgroundCheck:
     """
 
     def __init__(self, bundle: Bundle, device: Device) -> None:
-        self._bundle, self._device = bundle, device
+        self._bundle = bundle
+        self._device = device
         self._lock = threading.Lock()  # guards the following
         self._pool: ChildPool | None = None
         self._stopping = False
@@ -41,7 +42,8 @@ class BackgroundCheck:
 
     def warn(self) -> None:
         """Warn of kernels that are wrong, once."""
-        said, self._said = self._said, ""
+        said = self._said
+        self._said = ""
         if said:
             warnings.warn(said, FlashmemWarning, stacklevel=6)
 

@@ -25,7 +25,9 @@ class BuildJob(Job):
     """Compiles one kernel. A driver that compiles at the first launch is given one for each variant of the code."""
 
     def __init__(self, key: str, kernel: RequiredKernel, program: Program, device: Device, keep: Keep) -> None:
-        self.key, self._keep, self._name = key, keep, kernel.name
+        self.key = key
+        self._keep = keep
+        self._name = kernel.name
         launches: list[dict[str, object]] = []
         if device.compiles_at_launch:
             first: dict[str, KernelLaunch] = {}

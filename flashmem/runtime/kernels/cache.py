@@ -82,7 +82,10 @@ class CachedKernels:
             UserError: the kernels compute in half or use tensor cores, and the device does not.
             RunError: the driver refuses the kernels, or the system has no more threads.
         """
-        self._cache, self._context, self._options, self._build = cache, context, options, build
+        self._cache = cache
+        self._context = context
+        self._options = options
+        self._build = build
         self._shared = {} if shared is None else shared
         self._programs: dict[str, CompiledProgram] = {}
         self._names = set[str]()
@@ -109,7 +112,8 @@ class CachedKernels:
             key = kernel_key(context.device, each, options)
             program = self._shared.get(key)
             if program is not None:
-                self._programs[each.name], self._loaded[each.name] = program, (key, each)
+                self._programs[each.name] = program
+                self._loaded[each.name] = (key, each)
                 continue
             if cache.holds(key):
                 found.append((key, each, None))
@@ -121,8 +125,10 @@ class CachedKernels:
             else:
                 missing[key] = each
         self._make(missing)
-        self._lock, self._more = threading.Lock(), Waiters()  # for `_programs`, which it guards
-        self._left, self._ending = len(found), threading.Lock()
+        self._lock = threading.Lock()
+        self._more = Waiters()  # for `_programs`, which it guards
+        self._left = len(found)
+        self._ending = threading.Lock()
         self._loading: Thread | None = None
         if found:  # a driver that loads another program may keep the interpreter lock, for which a new thread's start waits
             with held_back():
@@ -191,7 +197,8 @@ class CachedKernels:
         """
         for key in list(self._shared):
             self._cache.delete(key[:_KEY_DIGITS])
-        carried, self._carried = self._carried, {}
+        carried = self._carried
+        self._carried = {}
         build(carried)
 
     def _keep(
@@ -215,22 +222,22 @@ class CachedKernels:
 
     def _read_ahead(self, keys: Iterable[str]) -> dict[str, bytes]:
         """Binaries of the cache that are read until the context is made."""
-        ahead, held = dict[str, bytes](), 0
+        ahead = dict[str, bytes]()
+        held = 0
         for key in keys:
             if self._context.ready or held > _AHEAD_BYTES:
                 break
             binary = self._cache.read(key)
             if binary is not None:
-                ahead[key], held = binary, held + len(binary)
+                ahead[key] = binary
+                held = held + len(binary)
         return ahead
 
     def _load_one(self, key: str, wanted: RequiredKernel, carried: bytes | None, read: bytes | None) -> None:
         """Load a kernel that the bundle has `carried`, or the cache has, of which it is `read` perhaps."""
         if carried is None:
-            shared_as, program = (
-                key,
-                self._from_cache(key, self._options_of(wanted), read),
-            )  # one at a time: all of them are megabytes
+            shared_as = key
+            program = self._from_cache(key, self._options_of(wanted), read)  # one at a time: all of them are megabytes
         else:
             shared_as = f"{key} {hashlib.sha256(carried).hexdigest()}"
             program = self._shared.get(shared_as)
@@ -295,11 +302,11 @@ class CachedKernels:
         try:
             return self._programs[name].kernel(name, arguments)
         except RunError:
-            if not self._replaced(name):
+            if not self._rebuild_incomplete(name):
                 raise
         return self._programs[name].kernel(name, arguments)
 
-    def _replaced(self, name: str) -> bool:
+    def _rebuild_incomplete(self, name: str) -> bool:
         """Rebuild a kernel whose binary the driver loaded but which has no such kernel. False if it was built here. Raises
         RunError.
         """
@@ -325,7 +332,9 @@ class CompiledKernels:
     """The kernels of a source, compiled at every request and never cached, for measurements."""
 
     def __init__(self, context: Context, source: str, options: Sequence[str]) -> None:
-        self._context, self._texts, self._options = context, kernel_texts(source), options
+        self._context = context
+        self._texts = kernel_texts(source)
+        self._options = options
         self._programs: dict[str, CompiledProgram] = {}
 
     def kernel(self, name: str, arguments: Sequence[Any]) -> KernelObject:

@@ -126,7 +126,8 @@ class ProgramCache:
         for _, size, path in self._entries():
             with suppress(OSError):
                 Path(path).unlink()
-                removed, nbytes = removed + 1, nbytes + size
+                removed = removed + 1
+                nbytes = nbytes + size
         return removed, nbytes
 
     def _entries(self) -> list[tuple[float, int, str]]:
@@ -159,7 +160,9 @@ def packed_entries(entries: Mapping[str, bytes]) -> bytes:
 
 def unpacked_entries(content: bytes) -> dict[str, bytes]:
     """The entries in `content`, up to the first invalid one; the inverse of `packed_entries`."""
-    entries, view, start = dict[str, bytes](), memoryview(content), 0
+    entries = dict[str, bytes]()
+    view = memoryview(content)
+    start = 0
     while start < len(content):
         key = bytes(view[start + len(_MAGIC) :][:_HASH_BYTES]).hex()
         length = int.from_bytes(view[start + len(_MAGIC) + _HASH_BYTES :][:_LENGTH_BYTES], "little")
@@ -167,7 +170,8 @@ def unpacked_entries(content: bytes) -> dict[str, bytes]:
         binary = _unpack(key, bytes(view[start:end])) if end <= len(content) else None
         if binary is None:
             break
-        entries[key], start = binary, end
+        entries[key] = binary
+        start = end
     return entries
 
 

@@ -76,7 +76,8 @@ def with_chains(program: Program, source: Source, descriptor: DeviceDescriptor, 
     chosen = sorted(sorted((run for run in saved if saved[run] > 0), key=lambda run: -saved[run])[:MOST_CHAINS])
     if not chosen or sum(saved[run] for run in chosen) < least:
         return program, source
-    made, kernels = [], dict[str, str]()
+    made = []
+    kernels = dict[str, str]()
     for first, last in chosen:
         launch, text = _chain(program, range(first - 1, last), texts)
         made.append(SteadyLaunch(first, last, launch))
@@ -92,7 +93,8 @@ class _Seconds:
 
     def __init__(self, program: Program, descriptor: DeviceDescriptor, cores: int) -> None:
         self._slices = program.readable()
-        self._rates, self._cores = descriptor.rates, max(1, cores)
+        self._rates = descriptor.rates
+        self._cores = max(1, cores)
 
     def alone(self, launch: Launch) -> float:
         """Seconds of the launch on one core."""
@@ -132,15 +134,20 @@ def _runs(program: Program, texts: Mapping[str, str], seconds: _Seconds) -> Iter
             known[key] = _fits(launch, texts)
         return known[key]
 
-    begun, total, numbers = 1, 0.0, 0
+    begun = 1
+    total = 0.0
+    numbers = 0
     for layer, launch in enumerate((*program.launches, None), start=1):
         fits = launch is not None and layer not in taken and seconds.gain(launch) > 0 and may_be_chained(launch)
         took, more = (seconds.alone(launch), _numbers(launch)) if fits and launch is not None else (0.0, 0)
         if not fits or total + took > LONGEST_SECONDS or numbers + more + _HEAD > MOST_NUMBERS:
             if layer - begun > 1:
                 yield begun, layer - 1
-            begun, total, numbers = layer if fits else layer + 1, 0.0, 0
-        total, numbers = total + took, numbers + more
+            begun = layer if fits else layer + 1
+            total = 0.0
+            numbers = 0
+        total = total + took
+        numbers = numbers + more
 
 
 def _numbers(launch: Launch) -> int:
@@ -214,12 +221,15 @@ class _Memory:
 
     def place(self, arg: Arg) -> tuple[int, int]:
         """The kernel's argument with the memory of `arg`, and the offset in bytes."""
-        offset, whole = 0, arg
+        offset = 0
+        whole = arg
         if arg.kind == "tensor":
             tensor = self._tensors[str(arg.value)]
-            whole, offset = Arg("whole", "states" if tensor.memory == "states" else "arena"), tensor.offset
+            whole = Arg("whole", "states" if tensor.memory == "states" else "arena")
+            offset = tensor.offset
         elif arg.kind == "constant":
-            whole, offset = Arg("whole", "constants"), int(arg.value)
+            whole = Arg("whole", "constants")
+            offset = int(arg.value)
         key = whole.kind, whole.value
         if key not in self._places:
             self._places[key] = len(self.args)
@@ -271,7 +281,8 @@ void CHAIN({", ".join(f"__global {each}" for each in pointers)})
 
 
 def _case(number: int, function: _Function) -> str:
-    lines, at = list[str](), _HEAD
+    lines = list[str]()
+    at = _HEAD
     for place, kind in enumerate(function.types):
         if "*" in kind:
             offset = f"(uint)row[{at + 1}] | (ulong)row[{at + 2}] << 32"

@@ -53,7 +53,11 @@ class CheckJob(Job):
         end: float | None = None,
         keep: Callable[[CheckJob], None] = lambda job: None,
     ) -> None:
-        self.trials, self._options, self._read, self._end, self._keep = trials, options, read, end, keep
+        self.trials = trials
+        self._options = options
+        self._read = read
+        self._end = end
+        self._keep = keep
         self._whole = whole
         self.verdicts: dict[str, Verdict] = {}
         self.repaired: tuple[str, ...] | None = None
@@ -89,7 +93,7 @@ class CheckJob(Job):
         return {
             trial.key: Verdict(note="not checked: no time was left")
             if end is not None and monotonic() > end
-            else _asked(worker, trial, options, binary, whole=self._whole)
+            else _ask(worker, trial, options, binary, whole=self._whole)
             for trial in self.trials
         }
 
@@ -115,7 +119,7 @@ class CheckJob(Job):
         return Finding(tuple(key for key in right if self.verdicts[key].whole), right, name=name)
 
 
-def _asked(worker: KernelWorker, trial: Trial, options: Sequence[str], binary: Path | None, *, whole: bool) -> Verdict:
+def _ask(worker: KernelWorker, trial: Trial, options: Sequence[str], binary: Path | None, *, whole: bool) -> Verdict:
     """The verdict of a child on a launch. A child that was wrong is replaced: a kernel may have written where it must not."""
     job = {
         "check": trial.to_json(),
@@ -155,8 +159,11 @@ class ProgramChecks:
     ) -> None:
         """`note` receives what is found of each kernel."""
         self._note = note
-        self._kernels, self._program, self._device = tuple(kernels), program, device
-        self._verdicts, self._cache = Verdicts(device), ProgramCache()
+        self._kernels = tuple(kernels)
+        self._program = program
+        self._device = device
+        self._verdicts = Verdicts(device)
+        self._cache = ProgramCache()
         self._trials = {each.name: distinct_trials(each, program) for each in self._kernels}
         self._keys = {each.name: text_key(device, each.text, program.build_options) for each in self._kernels}
         self._done: dict[str, Verdict] = {}
@@ -166,9 +173,11 @@ class ProgramChecks:
 
         `leave`: keys of the texts that others check.
         """
-        left, found = set(leave), []
+        left = set(leave)
+        found = []
         for kernel in self._kernels:
-            key, trials = self._keys[kernel.name], self._trials[kernel.name]
+            key = self._keys[kernel.name]
+            trials = self._trials[kernel.name]
             finding = self._verdicts[key]
             if trials and not (key in left or finding.wrong or finding.right or finding.sampled):
                 least = min(trials, key=lambda trial: trial.nbytes)
@@ -191,7 +200,8 @@ class ProgramChecks:
 
         `leave`: keys of trials that others check.
         """
-        left, found = set(leave), []
+        left = set(leave)
+        found = []
         for kernel in self._kernels:
             finding = self._verdicts[self._keys[kernel.name]]
             if finding.wrong and not again:
@@ -209,7 +219,8 @@ class ProgramChecks:
 
     def _keep(self, job: CheckJob) -> None:
         self._done |= job.verdicts
-        finding, key = job.finding, self._keys[job.trials[0].name]
+        finding = job.finding
+        key = self._keys[job.trials[0].name]
         before = self._verdicts[key]
         if before.wrong and not finding.wrong and before.trial not in finding.right:  # other launches do not excuse that one
             finding = replace(before, right=finding.right)

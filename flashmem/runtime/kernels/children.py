@@ -49,7 +49,8 @@ class Child:
             child.stdin.flush()
         except OSError:
             return None
-        line, end = b"", time.monotonic() + longest
+        line = b""
+        end = time.monotonic() + longest
         with selectors.DefaultSelector() as selector:  # select() knows descriptors below 1024 only
             selector.register(child.stdout, selectors.EVENT_READ)
             while not line.endswith(b"\n"):

@@ -60,7 +60,9 @@ class KernelWorker:
     """The child of one thread. A new one takes the place of one that ended."""
 
     def __init__(self, pool: ChildPool, device: Device, folder: Path, *, idle: bool) -> None:
-        self._pool, self._device, self._idle = pool, device, idle
+        self._pool = pool
+        self._device = device
+        self._idle = idle
         self.folder = folder
         self._child: Child | None = None
 
@@ -86,7 +88,8 @@ class KernelWorker:
 
     def replace(self) -> None:
         """End the child, so that the next job has a new one."""
-        child, self._child = self._child, None
+        child = self._child
+        self._child = None
         if child is not None:
             child.close()
 
@@ -107,7 +110,8 @@ class ChildPool:
 
     def __init__(self, device: Device, *, idle: bool = False) -> None:
         """Create a pool without starting anything. With `idle`, children run at idle priority."""
-        self._device, self._idle = device, idle
+        self._device = device
+        self._idle = idle
         self._submitted = self._finished = 0
         self._left = Counter[Rank]()
         self._failure: str | None = None

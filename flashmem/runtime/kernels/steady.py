@@ -22,7 +22,8 @@ def usable_launches(
     A launch for several others needs all its slices before the first of them. So the slices must be resident and adjacent:
     `joined(name, parts)` returns their buffer. A kernel that copies weights while it computes is not replaced.
     """
-    parts, here = {each.name: each.parts for each in program.joined}, frozenset(resident)
+    parts = {each.name: each.parts for each in program.joined}
+    here = frozenset(resident)
 
     def fits(each: SteadyLaunch) -> bool:
         if any(layer in moves for layer in range(each.first, each.last + 1)):

@@ -91,7 +91,7 @@ class Verdicts:
             return {}
         try:
             held = json.loads(read_regular(self._file, _MOST_BYTES, links=False))
-            return {key: _finding(row) for key, row in held["kernels"].items()}
+            return {key: _read_finding(row) for key, row in held["kernels"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return {}
 
@@ -103,9 +103,9 @@ class Verdicts:
         """
         if not self.wrong:
             return tuple(kernels)
-        return tuple(self._applied(each, options) for each in kernels)
+        return tuple(self._apply(each, options) for each in kernels)
 
-    def _applied(self, kernel: RequiredKernel, options: Sequence[str]) -> RequiredKernel:
+    def _apply(self, kernel: RequiredKernel, options: Sequence[str]) -> RequiredKernel:
         finding = self[text_key(self._device, kernel.text, options)]
         if not finding.wrong:
             return kernel
@@ -117,7 +117,7 @@ class Verdicts:
         return replace(kernel, options=finding.options)
 
 
-def _finding(row: dict[str, Any]) -> Finding:
+def _read_finding(row: dict[str, Any]) -> Finding:
     options = row["options"]
     made = Finding(
         tuple(row["right"]),

@@ -91,7 +91,7 @@ def _build(context: Any, job: dict[str, Any], folder: Path) -> dict[str, Any]:
     for launch in job["launches"]:
         whole, group = launch["size"]
         # A kernel does not keep its arguments alive.
-        arguments = [_zeroed(context, TrialArgument(**argument)) for argument in launch["arguments"]]
+        arguments = [_fill_with_zeros(context, TrialArgument(**argument)) for argument in launch["arguments"]]
         queue.launch(queue.prepare(program.kernel(name, arguments), tuple(whole), None if group is None else tuple(group)))
         queue.finish()
     if job["launches"]:
@@ -103,7 +103,7 @@ def _build(context: Any, job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {"file": str(made)}
 
 
-def _zeroed(context: Any, argument: Any) -> Any:
+def _fill_with_zeros(context: Any, argument: Any) -> Any:
     import numpy as np
 
     if argument.kind == "buffer":
@@ -136,7 +136,9 @@ def _check(context: Any, job: dict[str, Any]) -> dict[str, Any]:
     from flashmem.runtime.checking.trial import Trial
     from flashmem.runtime.kernels.verdicts import UNOPTIMISED
 
-    trial, options, binary = Trial.from_json(job["check"]), tuple(job["options"]), job["binary"]
+    trial = Trial.from_json(job["check"])
+    options = tuple(job["options"])
+    binary = job["binary"]
 
     def optimised() -> Any:
         if binary is not None:

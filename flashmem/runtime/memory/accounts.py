@@ -30,8 +30,10 @@ class Changes:
     """A bounded history of a total: its latest changes, 16 bytes each."""
 
     def __init__(self, most: int) -> None:
-        self._most, self._first = most, 0  # index of the oldest change in a full history
-        self._at, self._held = array("d"), array("q")
+        self._most = most
+        self._first = 0  # index of the oldest change in a full history
+        self._at = array("d")
+        self._held = array("q")
 
     def note(self, at: float, held: int) -> None:
         """Add a change: from second `at` on, `held` bytes are held."""
@@ -39,7 +41,8 @@ class Changes:
             self._at.append(at)
             self._held.append(held)
         else:
-            self._at[self._first], self._held[self._first] = at, held
+            self._at[self._first] = at
+            self._held[self._first] = held
             self._first = (self._first + 1) % self._most
 
     def __iter__(self) -> Iterator[tuple[float, int]]:
@@ -57,7 +60,8 @@ class Budget:
     def __init__(self, limit: int | None, name: str = "budget") -> None:
         """`name`: what messages call it."""
         self.name = name
-        self.lock, self.changed = threading.RLock(), Waiters()
+        self.lock = threading.RLock()
+        self.changed = Waiters()
         self.total = 0  # bytes held
         self.peak = 0
         self.committed = 0
@@ -172,7 +176,9 @@ class Account:
             self.shared.changed.wake()
 
     def _change(self, category: Category, nbytes: int, *, lent: int = 0) -> None:
-        budget, now, before = self.shared, time.perf_counter(), self.commitment
+        budget = self.shared
+        now = time.perf_counter()
+        before = self.commitment
         self.total += nbytes
         self._borrowed -= lent
         self.by_category[category] = self.by_category.get(category, 0) + nbytes
@@ -190,7 +196,8 @@ class Account:
         with self._lock:
             self._began = (time.perf_counter(), dict(self.by_category))
             self.changes = [(self._began[0], category, nbytes) for category, nbytes in self.by_category.items()]
-            self.peak, self.peak_by_category = self.total, dict(self.by_category)
+            self.peak = self.total
+            self.peak_by_category = dict(self.by_category)
 
     @property
     def history(self) -> list[tuple[float, int]]:
@@ -198,7 +205,8 @@ class Account:
         with self._lock:
             if len(self.changes) == len(self._began[1]):  # nothing has changed
                 return [(self._began[0], self.total)]
-            begun, held = self._began[0], dict(self._began[1])
+            begun = self._began[0]
+            held = dict(self._began[1])
             moments = [(begun, sum(held.values()))]
             for at, category, nbytes in self.changes[len(held) :]:
                 held[category] = nbytes

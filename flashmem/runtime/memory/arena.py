@@ -24,7 +24,8 @@ _MOVE = 1 | 2 | 4
 """MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP (Linux 5.7)."""
 
 _MADV_DONTNEED = 4
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # the second one since Linux 5.14
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # the second one since Linux 5.14
 _LARGE = 2 << 20
 _POPULATED = 4 << 20  # bytes, half a millisecond
 _PIECE_BYTES = 1 << 20
@@ -44,7 +45,8 @@ def large_pages(nbytes: int) -> Bytes:
     """
     whole = new_pages(nbytes + _LARGE)
     memory = whole[-whole.ctypes.data % _LARGE :][:nbytes]
-    libc, size = ctypes.CDLL(None), whole_pages(nbytes)
+    libc = ctypes.CDLL(None)
+    size = whole_pages(nbytes)
     libc.madvise(ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(size), ctypes.c_int(_MADV_HUGEPAGE))
     for first in range(0, size, _POPULATED):  # no other thread can map memory, nor start one, during a call
         part = min(_POPULATED, size - first)
@@ -58,7 +60,7 @@ def move_out(arena: Bytes, places: Sequence[Place]) -> list[Bytes]:
     The content of the arena on those pages is undefined afterwards.
     """
     taken: list[Bytes] = []
-    blocks = {block: _moved(arena, block) for block in _blocks(places)}
+    blocks = {block: _move(arena, block) for block in _blocks(places)}
     for offset, nbytes in places:
         start = next(first for first, length in blocks if first <= offset and offset + nbytes <= first + length)
         block = next(moved for (first, _), moved in blocks.items() if first == start)
@@ -74,12 +76,13 @@ def _blocks(places: Sequence[Place]) -> list[Place]:
         end = whole_pages(offset + nbytes)
         if blocks and first < sum(blocks[-1]):
             start, length = blocks.pop()
-            first, end = start, max(end, start + length)
+            first = start
+            end = max(end, start + length)
         blocks.append((first, end - first))
     return blocks
 
 
-def _moved(arena: Bytes, block: Place) -> Bytes:
+def _move(arena: Bytes, block: Place) -> Bytes:
     first, nbytes = block
     target = new_pages(nbytes)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -60,7 +60,8 @@ class OutputPages:
     def _new(self, name: str, nbytes: int) -> Bytes | None:
         if self._made[name] >= MOST:
             return None
-        begun, first = self._allocating.pop(name, None), not self._made[name]
+        begun = self._allocating.pop(name, None)
+        first = not self._made[name]
         pages = large_pages(nbytes) if begun is None else begun.result()
         if first:
             self._ledger.release("outputs", nbytes)
@@ -79,4 +80,7 @@ class OutputPages:
         """Pin no pages any longer. No copy may be under way."""
         self._ledger.free(self._handles)
         self._allocating.clear()
-        self._handles, self._free, self._made, self.replaced = [], {}, {}, 0
+        self._handles = []
+        self._free = {}
+        self._made = {}
+        self.replaced = 0

@@ -59,7 +59,7 @@ class PressureState:
     quiet_since: float
 
 
-def wanted(state: PressureState, now: Sample) -> PressureState:
+def next_budget(state: PressureState, now: Sample) -> PressureState:
     """The budget that follows from a sample and the previous state."""
     free = next((share for percent, share in PRESSED if now.waited >= percent), RESERVE)
     quiet_since = now.seconds if free > RESERVE else min(state.quiet_since, now.seconds)
@@ -78,7 +78,9 @@ def wanted(state: PressureState, now: Sample) -> PressureState:
 def sample(seconds: float, held: int, root: Path = Path("/")) -> Sample:
     """Read the system's files below `root`."""
     groups = _groups(root)
-    waits = [_waited(path) for path in (root / "proc/pressure/memory", *(group / "memory.pressure" for group in groups[:1]))]
+    waits = [
+        _read_pressure(path) for path in (root / "proc/pressure/memory", *(group / "memory.pressure" for group in groups[:1]))
+    ]
     waited = max((waited for waited in waits if waited is not None), default=0.0)
     return Sample(seconds, _available(root, groups), waited, held)
 
@@ -107,11 +109,14 @@ class Follower:
     def __init__(
         self, held: Callable[[], int], apply: Callable[[int], object], clock: Callable[[], float], root: Path = Path("/")
     ) -> None:
-        self._held, self._apply, self._clock, self._root = held, apply, clock, root
+        self._held = held
+        self._apply = apply
+        self._clock = clock
+        self._root = root
         self._stop = threading.Lock()  # free once it is to end
         self._stop.acquire()
         begun = clock()
-        self.state = wanted(PressureState(None, begun), sample(begun, held(), root))
+        self.state = next_budget(PressureState(None, begun), sample(begun, held(), root))
         self._thread: Thread | None = None
 
     def start(self) -> None:
@@ -121,13 +126,15 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._stop.acquire(timeout=SAMPLE_SECONDS):
-            before, self.state = self.state, wanted(self.state, sample(self._clock(), self._held(), self._root))
+            before = self.state
+            self.state = next_budget(self.state, sample(self._clock(), self._held(), self._root))
             if self.state.budget is not None and self.state.budget != before.budget:
                 self._apply(self.state.budget)
 
     def stop(self) -> None:
         """Stop the thread and, unless this thread calls it, wait for its end."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             self._stop.release()
             if threading.current_thread() is not thread:
@@ -181,7 +188,8 @@ def _left(group: Path, *, mapped: bool = False) -> int | None:
     used = _text(group / name).strip()
     if not used.isdecimal():
         return None
-    cached, counted = 0, _FILE_PAGES | (_MAPPED_PAGES if mapped else {})
+    cached = 0
+    counted = _FILE_PAGES | (_MAPPED_PAGES if mapped else {})
     for line in _text(group / "memory.stat").splitlines():
         key, _, value = line.partition(" ")
         if key in counted and value.strip().isdecimal():
@@ -189,7 +197,7 @@ def _left(group: Path, *, mapped: bool = False) -> int | None:
     return max(0, int(limit) - max(0, int(used) - max(0, cached)))
 
 
-def _waited(path: Path) -> float | None:
+def _read_pressure(path: Path) -> float | None:
     """The value `some avg10` of a PSI file."""
     for line in _text(path).splitlines():
         if line.startswith("some "):

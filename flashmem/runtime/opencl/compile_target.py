@@ -37,7 +37,7 @@ def compile_target(platform_name: str, kind: str, environment: Mapping[str, str]
     if kind == "cpu":
         lines.append(_instruction_set())
         if "intel" in platform_name.lower():
-            lines += _configured(pip_runtimes())
+            lines += _read_settings(pip_runtimes())
     return "\n".join(lines)
 
 
@@ -56,7 +56,7 @@ def _instruction_set() -> str:
     return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:16]}"
 
 
-def _configured(runtimes: Iterable[Path]) -> list[str]:
+def _read_settings(runtimes: Iterable[Path]) -> list[str]:
     """The settings in the configuration files beside `runtimes`."""
     found: list[str] = []
     for runtime in runtimes:

@@ -27,11 +27,14 @@ from flashmem.runtime.opencl.binding import checked
 from flashmem.runtime.opencl.context import Context
 from flashmem.runtime.opencl.handles import DeviceMemory, Event
 
-_SIZE, _POINTER, _NUMBER = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint
+_SIZE = ctypes.c_size_t
+_POINTER = ctypes.c_void_p
+_NUMBER = ctypes.c_uint
 _ONE = _POINTER * 1
 _WAITS = (_NUMBER, _POINTER, _POINTER)  # the number of events to wait for, the events, and a reference to the command's own
 _STATUS = ctypes.c_uint(0x11D3)  # CL_EVENT_COMMAND_EXECUTION_STATUS
-_START, _END = ctypes.c_uint(0x1282), ctypes.c_uint(0x1283)  # CL_PROFILING_COMMAND_START, CL_PROFILING_COMMAND_END
+_START = ctypes.c_uint(0x1282)  # CL_PROFILING_COMMAND_START
+_END = ctypes.c_uint(0x1283)  # CL_PROFILING_COMMAND_END
 
 
 class CopyEvent:
@@ -60,7 +63,8 @@ class CopyEvent:
     @property
     def ended(self) -> bool:
         """Whether the copy has completed or failed. Only after `wait` may the host write to its source again."""
-        status, size = ctypes.c_int(), _SIZE(ctypes.sizeof(ctypes.c_int))
+        status = ctypes.c_int()
+        size = _SIZE(ctypes.sizeof(ctypes.c_int))
         code = self._library.clGetEventInfo(_POINTER(self.int_ptr), _STATUS, size, ctypes.byref(status), None)
         checked("ask how far a copy is", code)
         return status.value <= 0  # CL_COMPLETE, or an error
@@ -70,7 +74,8 @@ class CopyEvent:
         return self._time(_START), self._time(_END)
 
     def _time(self, what: ctypes.c_uint) -> float:
-        time, size = ctypes.c_ulonglong(), _SIZE(ctypes.sizeof(ctypes.c_ulonglong))
+        time = ctypes.c_ulonglong()
+        size = _SIZE(ctypes.sizeof(ctypes.c_ulonglong))
         code = self._library.clGetEventProfilingInfo(_POINTER(self.int_ptr), what, size, ctypes.byref(time), None)
         checked("read a command's times", code)
         return time.value * 1e-9
@@ -117,11 +122,16 @@ class PreparedCopy:
 
     def __init__(self, what: str, enqueue: Callable[..., int], arguments: tuple[Any, ...], library: Any) -> None:
         """`enqueue` takes `arguments`, then the address of the host memory, then what to wait for and the event."""
-        self._what, self._enqueue, self._arguments, self._library = what, enqueue, arguments, library
+        self._what = what
+        self._enqueue = enqueue
+        self._arguments = arguments
+        self._library = library
 
     def __call__(self, address: int, behind: Event | None = None) -> CopyEvent:
         """Start it from host memory at `address`, once the event `behind` is complete. Raises RunError."""
-        event, arguments, enqueue = _POINTER(), self._arguments, self._enqueue
+        event = _POINTER()
+        arguments = self._arguments
+        enqueue = self._enqueue
         waits = (0, None) if behind is None else (1, _ONE(behind.int_ptr))
         if enqueue(*arguments, address, *waits, ctypes.byref(event)):
             gc.collect()  # frees unreferenced memory objects
@@ -162,7 +172,8 @@ class Copier:
 
     def prepare_image(self, image: DeviceMemory, *, first_row: int, width: int, rows: int, row_pitch: int) -> PreparedCopy:
         """A copy of `rows` rows of `width` texels, `row_pitch` bytes apart, to an image."""
-        origin, region = (_SIZE * 3)(0, first_row, 0), (_SIZE * 3)(width, rows, 1)
+        origin = (_SIZE * 3)(0, first_row, 0)
+        region = (_SIZE * 3)(width, rows, 1)
         arguments = self._handle, image.int_ptr, 0, origin, region, row_pitch, 0
         return PreparedCopy("write to a texture", self._write_image, arguments, self._library)
 

@@ -25,7 +25,8 @@ def no_device(machine: str | None = None, *, android: bool | None = None) -> NoD
 
     `machine` is the name from `platform.machine`, `android` whether the system is Android; by default those of this machine.
     """
-    machine, android = machine or platform.machine(), is_android() if android is None else android
+    machine = machine or platform.machine()
+    android = is_android() if android is None else android
     if android:
         advice = "find out what to type with: flashmem doctor"
     elif machine.lower() in ("x86_64", "amd64"):
@@ -108,7 +109,7 @@ def descriptor_for(device: Device, probed: Mapping[str, str] = MappingProxyType(
         base = base.for_instruction_set(tile_of(device))
     reasons = why_not(device, probed)
     paths: tuple[MemoryPath, ...] = tuple(path for path in base.memory_paths if path == "buffer" or device.has_images)
-    modes: dict[str, tuple[TransferMode, ...]] = {path: _offered(base, path, reasons[path]) for path in paths}
+    modes: dict[str, tuple[TransferMode, ...]] = {path: _offered_modes(base, path, reasons[path]) for path in paths}
     return replace(
         with_measured_rates(base.with_cores(device.compute_units), device),
         memory_paths=paths,
@@ -136,7 +137,7 @@ def _code(base: DeviceDescriptor, device: Device) -> CodeStyle:
     return replace(base.code, multiply_add="mad") if base.name == GENERIC_GPU and emulated else base.code
 
 
-def _offered(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[TransferMode]) -> tuple[TransferMode, ...]:
+def _offered_modes(base: DeviceDescriptor, path: MemoryPath, reasons: Collection[TransferMode]) -> tuple[TransferMode, ...]:
     """The supported transfer modes for `path`: those of the descriptor, in its order, then others with a stated contention.
 
     `reasons` has the modes that the driver lacks.

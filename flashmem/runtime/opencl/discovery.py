@@ -27,7 +27,8 @@ from flashmem.runtime.opencl.icd import installed_drivers, vendors_folder
 from flashmem.runtime.opencl.instruction_set import instruction_set
 from flashmem.runtime.opencl.pocl import one_thread_a_core, writable_pocl_cache
 
-_IMAGE_PITCH_ALIGNMENT, _IMAGE_BASE_ALIGNMENT = 0x104A, 0x104B  # not in pyopencl's wheels
+_IMAGE_PITCH_ALIGNMENT = 0x104A
+_IMAGE_BASE_ALIGNMENT = 0x104B  # not in pyopencl's wheels
 
 _COMPUTE_CAPABILITY_MAJOR = 0x4000  # CL_DEVICE_COMPUTE_CAPABILITY_MAJOR_NV
 _DOT_PRODUCT_CAPABILITIES = 0x1073  # CL_DEVICE_INTEGER_DOT_PRODUCT_CAPABILITIES_KHR; bit 0: packed words
@@ -43,7 +44,8 @@ _started_in: int | None = None
 
 
 _starting = threading.Lock()
-_begun, _begun_lock = Waiters(), threading.Lock()  # who waits until drivers are starting
+_begun = Waiters()
+_begun_lock = threading.Lock()  # who waits until drivers are starting
 _BEGIN_SECONDS = 0.02
 
 _surroundings: tuple[int, ExitStack] | None = None
@@ -62,7 +64,7 @@ def list_devices() -> tuple[Device, ...]:
     """
     with _starting:
         try:
-            return _listed()
+            return _list_all()
         finally:
             leave_surroundings()
 
@@ -79,7 +81,7 @@ def begin_to_start_drivers() -> None:
         with suppress(UserError):  # the caller of `list_devices` gets it again
             list_devices()
 
-    if not _listed.cache_info().currsize and not (_one_driver and len(installed_drivers()) > 1):
+    if not _list_all.cache_info().currsize and not (_one_driver and len(installed_drivers()) > 1):
         with suppress(UserError):
             _enter_surroundings()
         with _begun_lock:
@@ -90,12 +92,12 @@ def begin_to_start_drivers() -> None:
 
 def forget_devices() -> None:
     """Let the next `list_devices` look again. For tests: the loader never starts a driver twice."""
-    _listed.cache_clear()
+    _list_all.cache_clear()
     _failures.clear()
 
 
 @functools.cache
-def _listed() -> tuple[Device, ...]:
+def _list_all() -> tuple[Device, ...]:
     global _started_in
     _started_in = os.getpid()
     _enter_surroundings()
@@ -103,14 +105,14 @@ def _listed() -> tuple[Device, ...]:
         _begun.wake()
     undocumented.start_drivers()
     found: list[Device] = []
-    with _noted("the OpenCL loader"):
+    with _note_errors("the OpenCL loader"):
         for number, platform in enumerate(cl.get_platforms()):
             name = f"OpenCL driver {number}"
-            with _noted(name):
+            with _note_errors(name):
                 name = str(platform.name).strip() or name
-            with _noted(name):
+            with _note_errors(name):
                 for device in platform.get_devices():
-                    with _noted(name):
+                    with _note_errors(name):
                         found += [_describe(platform, device)] if device.available else []
     return tuple(found)
 
@@ -120,7 +122,7 @@ _failures: list[str] = []
 
 
 @contextmanager
-def _noted(what: str) -> Iterator[None]:
+def _note_errors(what: str) -> Iterator[None]:
     """End the body at an OpenCL error of `what`, and note it: the other drivers can be used. No device is no error."""
     try:
         yield
@@ -166,7 +168,7 @@ def _enter_surroundings() -> None:
 def leave_surroundings() -> None:
     """Once devices are listed: take back the variables that this thread has set for the drivers."""
     global _surroundings
-    listed = _listed.cache_info().currsize
+    listed = _list_all.cache_info().currsize
     if listed and _surroundings is not None and _surroundings[0] == threading.get_ident():
         (_, entered), _surroundings = _surroundings, None
         entered.close()
@@ -180,7 +182,7 @@ def started_before_fork() -> bool:
 def use_driver(driver: str | None) -> None:
     """Load only this one of `icd.installed_drivers`, if no driver is loaded yet."""
     global _only
-    if not _listed.cache_info().currsize:
+    if not _list_all.cache_info().currsize:
         _only = driver
 
 
@@ -204,7 +206,7 @@ def find_device(name: str = "auto", prefer: str | None = None) -> Device:
     Raises:
         NoDeviceError: no device, or none of that name.
     """
-    if _one_driver and not _listed.cache_info().currsize:
+    if _one_driver and not _list_all.cache_info().currsize:
         use_driver(driver_table.driver_of(name, prefer))
     try:
         return choose(list_devices(), name, prefer)

@@ -117,7 +117,7 @@ def _table(drivers: Mapping[str, str]) -> list[ListedDevice]:
         return known
     if why_unusable(_file().parent) is not None:  # without a cache the children's time would be lost in each call
         return []
-    devices = _listed(list(drivers))
+    devices = _list_apart(list(drivers))
     _keep(state, devices)
     return devices or []
 
@@ -156,7 +156,7 @@ def _state(drivers: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _listed(drivers: Sequence[str]) -> list[ListedDevice] | None:
+def _list_apart(drivers: Sequence[str]) -> list[ListedDevice] | None:
     """The devices of each driver, from a child process for each; None if one fails."""
     with _children(drivers) as children:
         return _answers(children, _SECONDS)

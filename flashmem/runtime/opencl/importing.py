@@ -21,7 +21,8 @@ from flashmem.runtime.opencl.context import Bytes, Context
 from flashmem.runtime.opencl.handles import Buffer
 from flashmem.runtime.opencl.launching import c_function, functions_of
 
-_IMPORT_TYPE, _HOST = 0x40B2, 0x40B3  # CL_IMPORT_TYPE_ARM, CL_IMPORT_TYPE_HOST_ARM
+_IMPORT_TYPE = 0x40B2  # CL_IMPORT_TYPE_ARM
+_HOST = 0x40B3  # CL_IMPORT_TYPE_HOST_ARM
 _POINTER = ctypes.c_void_p
 
 
@@ -31,7 +32,8 @@ class HostImports:
     def __init__(self, context: Context) -> None:
         """Raises RunError: the driver lacks the function."""
         self._context = context
-        flags, size = ctypes.c_ulonglong, ctypes.c_size_t
+        flags = ctypes.c_ulonglong
+        size = ctypes.c_size_t
         find = functions_of(context.device.handle.platform)
         self._import = c_function(find, "clImportMemoryARM", _POINTER, _POINTER, flags, *[_POINTER] * 2, size, _POINTER)
 
@@ -41,10 +43,12 @@ class HostImports:
         Raises:
             RunError: `data` starts inside a page, or the driver refuses.
         """
-        address, nbytes = data.__array_interface__["data"][0], -(-data.nbytes // SYSTEM_PAGE) * SYSTEM_PAGE
+        address = data.__array_interface__["data"][0]
+        nbytes = -(-data.nbytes // SYSTEM_PAGE) * SYSTEM_PAGE
         if address % SYSTEM_PAGE:
             raise RunError(f"a slice at address {address:#x} does not start on a page, so a GPU cannot import it")
-        error, properties = ctypes.c_int(), (ctypes.c_ssize_t * 3)(_IMPORT_TYPE, _HOST, 0)
+        error = ctypes.c_int()
+        properties = (ctypes.c_ssize_t * 3)(_IMPORT_TYPE, _HOST, 0)
         handle = self._import(
             self._context.handle.int_ptr, int(binding.cl.mem_flags.READ_ONLY), properties, address, nbytes, ctypes.byref(error)
         )

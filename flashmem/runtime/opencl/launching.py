@@ -22,9 +22,13 @@ from flashmem.runtime.opencl.handles import Handle, KernelObject
 COMMAND_BUFFERS = "cl_khr_command_buffer"
 RECORDABLE_QUEUES = "cl_qcom_recordable_queues"
 
-_POINTER, _NUMBER, _CODE, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_size_t
+_POINTER = ctypes.c_void_p
+_NUMBER = ctypes.c_uint
+_CODE = ctypes.c_int
+_SIZE = ctypes.c_size_t
 _NO_EVENTS = ctypes.c_uint(0)
-_QUEUE_RECORDABLE, _RECORDABLE_QUEUE_MAX_SIZE = 1 << 30, 0x41DE  # CL_QUEUE_RECORDABLE_QCOM, CL_DEVICE_..._MAX_SIZE
+_QUEUE_RECORDABLE = 1 << 30  # CL_QUEUE_RECORDABLE_QCOM
+_RECORDABLE_QUEUE_MAX_SIZE = 0x41DE  # CL_DEVICE_..._MAX_SIZE
 
 
 @functools.lru_cache(4096)
@@ -41,7 +45,9 @@ class PreparedLaunch:
     def __init__(
         self, queue: Handle, kernel: KernelObject, global_size: tuple[int, ...], local_size: tuple[int, ...] | None
     ) -> None:
-        self.kernel, self.global_size, self.local_size = kernel, global_size, local_size
+        self.kernel = kernel
+        self.global_size = global_size
+        self.local_size = local_size
         self.arguments = (
             ctypes.c_void_p(queue.int_ptr), ctypes.c_void_p(kernel.int_ptr), ctypes.c_uint(len(global_size)), None,
             _sizes(global_size), _sizes(local_size) if local_size else None, _NO_EVENTS, None, None,
@@ -125,7 +131,8 @@ class CommandBuffers:
 
     def record(self, launches: Sequence[PreparedLaunch]) -> Recording:
         """See `Recorder`."""
-        error, enqueue = _CODE(), self._enqueue
+        error = _CODE()
+        enqueue = self._enqueue
         buffer = self._create(1, self._queues, None, ctypes.byref(error))
         checked("make a command buffer", error.value)
         recording = Recording(
@@ -158,7 +165,8 @@ class RecordableQueues:
         information = c_function(find, "clGetDeviceInfo", _CODE, _POINTER, _NUMBER, _SIZE, *[_POINTER] * 2)
         make = c_function(find, "clCreateCommandQueue", _POINTER, *[_POINTER] * 2, ctypes.c_ulonglong, _POINTER)
         let_go = c_function(find, "clReleaseCommandQueue", _CODE, _POINTER)
-        most, error = ctypes.c_uint(), _CODE()
+        most = ctypes.c_uint()
+        error = _CODE()
         code = information(device, _RECORDABLE_QUEUE_MAX_SIZE, ctypes.sizeof(most), ctypes.byref(most), None)
         checked("ask how much can be recorded", code)
         self.most = most.value
@@ -168,7 +176,9 @@ class RecordableQueues:
 
     def record(self, launches: Sequence[PreparedLaunch]) -> Recording:
         """See `Recorder`."""
-        error, play, queue = _CODE(), self._play, self._queue
+        error = _CODE()
+        play = self._play
+        queue = self._queue
         handle = self._new(self._recording_queue, ctypes.byref(error))
         checked("begin a recording", error.value)
         recording = Recording(

@@ -16,7 +16,9 @@ _OFFSET = " volatile int fm_private[2] = {0, 0}; const size_t fm_zero = fm_priva
 
 def with_masked_reads(text: str) -> str:
     """The kernels of `text` with an offset to each pointer, without comments."""
-    code, parts, done = code_of(text), list[str](), 0
+    code = code_of(text)
+    parts = list[str]()
+    done = 0
     for head in kernel_heads(code):
         body = code.find("{", head.end) + 1
         parts += [code[done:body], _moved(head)]

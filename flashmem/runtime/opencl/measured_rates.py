@@ -77,7 +77,8 @@ def _read(file: Path) -> _Measured:
     """What `file` says; nothing if it is missing, damaged, or another user's."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         found = json.loads(read_cached(file, _FILE_BYTES))
-        rates, tile = found["rates"], found["tile"]
+        rates = found["rates"]
+        tile = found["tile"]
         numbers = rates.keys() <= _NAMES and all(math.isfinite(rate) and rate > 0 for rate in rates.values())
         if numbers and tile in ("", *INSTRUCTION_SETS):
             return _Measured({name: float(rate) for name, rate in rates.items()}, tile)

@@ -53,20 +53,29 @@ DMA_BUF = "cl_khr_external_memory_dma_buf"
 HOST_POINTER = "CL_MEM_USE_HOST_PTR"
 
 BYTES = 1 << 20  # of the memory that a kernel reads; a multiple of every page size
-_LAUNCHES, _PLAYS = 16, 2
+_LAUNCHES = 16
+_PLAYS = 2
 
-_NUMBER, _POINTER, _SIZE, _CODE = ctypes.c_uint, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_NUMBER = ctypes.c_uint
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_size_t
+_CODE = ctypes.c_int
 _FLAGS = ctypes.c_ulonglong
-_READ_ONLY, _USE_HOST_PTR, _EXT_HOST_PTR = 1 << 2, 1 << 3, 1 << 29
-_IMPORT_TYPE, _IMPORT_HOST = 0x40B2, 0x40B3  # CL_IMPORT_TYPE_ARM, CL_IMPORT_TYPE_HOST_ARM
+_READ_ONLY = 1 << 2
+_USE_HOST_PTR = 1 << 3
+_EXT_HOST_PTR = 1 << 29
+_IMPORT_TYPE = 0x40B2  # CL_IMPORT_TYPE_ARM
+_IMPORT_HOST = 0x40B3  # CL_IMPORT_TYPE_HOST_ARM
 _EXTERNAL_DMA_BUF = 0x2067  # CL_EXTERNAL_MEMORY_HANDLE_DMA_BUF_KHR
-_QCOM_DMA_BUF, _WRITE_BACK = 0x411D, 0x40A5  # CL_MEM_DMABUF_HOST_PTR_QCOM, CL_MEM_HOST_WRITEBACK_QCOM
+_QCOM_DMA_BUF = 0x411D  # CL_MEM_DMABUF_HOST_PTR_QCOM
+_WRITE_BACK = 0x40A5  # CL_MEM_HOST_WRITEBACK_QCOM
 _QCOM_DMA_BUF_EXTENSION = "cl_qcom_dmabuf_host_ptr"
 
 _HEAP = Path("/dev/dma_heap/system")
 _HEAP_ALLOCATE = 0xC0184800  # DMA_HEAP_IOCTL_ALLOC of linux/dma-heap.h: struct of a u64, two u32 and a u64
 _SYNCHRONISE = 0x40086200  # DMA_BUF_IOCTL_SYNC of linux/dma-buf.h: a u64 of flags
-_BEGIN_WRITE, _END_WRITE = 2, 2 | 4
+_BEGIN_WRITE = 2
+_END_WRITE = 2 | 4
 
 _SOURCE = """
 __kernel void sum(__global const uint* numbers, __global uint* sums, uint count) {
@@ -109,7 +118,7 @@ def results(data: object) -> dict[str, Probe]:
     return found
 
 
-def probed(found: Mapping[str, Probe]) -> dict[str, str]:
+def passed_probes(found: Mapping[str, Probe]) -> dict[str, str]:
     """`DeviceDescriptor.probed` from results: the drivers on which probes of extensions passed."""
     return {name: probe.driver for name, probe in found.items() if probe.outcome == "passed" and name != HOST_POINTER}
 
@@ -145,7 +154,8 @@ def qcom_host_pointer(context: Context, find: Find, folder: Path) -> Probe:
         _fields_ = (("allocation", _NUMBER), ("policy", _NUMBER), ("descriptor", _CODE), ("address", _POINTER))
 
     def imported(descriptor: int, address: int) -> Any:
-        error, pointer = _CODE(), HostPointer(_QCOM_DMA_BUF, _WRITE_BACK, descriptor, address)
+        error = _CODE()
+        pointer = HostPointer(_QCOM_DMA_BUF, _WRITE_BACK, descriptor, address)
         flags = _READ_ONLY | _USE_HOST_PTR | _EXT_HOST_PTR
         handle = create(context.handle.int_ptr, flags, BYTES, ctypes.byref(pointer), ctypes.byref(error))
         checked("use a dma-buf as a host pointer", error.value)
@@ -166,7 +176,8 @@ def khr_dma_buf(context: Context, find: Find, folder: Path) -> Probe:
     )
 
     def imported(descriptor: int, address: int) -> Any:
-        error, properties = _CODE(), (ctypes.c_ulonglong * 3)(_EXTERNAL_DMA_BUF, descriptor, 0)
+        error = _CODE()
+        properties = (ctypes.c_ulonglong * 3)(_EXTERNAL_DMA_BUF, descriptor, 0)
         handle = create(context.handle.int_ptr, properties, _READ_ONLY, BYTES, None, ctypes.byref(error))
         checked("import a dma-buf", error.value)
         return cl.Buffer.from_int_ptr(handle, retain=False)
@@ -227,7 +238,8 @@ def run_probe(extension: str, context: Context, folder: Path, find: Find | None 
 
 def _read_in_place(extension: str, context: Context, folder: Path, imported: Callable[[int], Any]) -> Probe:
     """Whether a kernel reads host memory in place: file pages in two kinds of mapping, and anonymous memory."""
-    reader, facts = _Reader(context), dict[str, str | float]()
+    reader = _Reader(context)
+    facts = dict[str, str | float]()
     numbers = _numbers(1)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(numbers.data)
@@ -337,7 +349,9 @@ def _read_dma_buf(
     except OSError as error:
         return Probe(extension, "failed", f"{_HEAP} gives no dma-buf: {error.strerror}")
     try:
-        memory, numbers, reader = mmap.mmap(descriptor, BYTES), _numbers(3), _Reader(context)
+        memory = mmap.mmap(descriptor, BYTES)
+        numbers = _numbers(3)
+        reader = _Reader(context)
         view = np.frombuffer(memory, np.uint32)
         fcntl.ioctl(descriptor, _SYNCHRONISE, struct.pack("Q", _BEGIN_WRITE))
         view[:] = numbers
@@ -368,7 +382,8 @@ def _allocate_dma_buf() -> int:
 def _record(extension: str, context: Context, make: Callable[[Queue], Recorder]) -> Probe:
     """Record launches that count, replay them twice, and compare the counts."""
     queue = context.queue()
-    counts, found = context.buffer(4 * _ITEMS), np.zeros(_ITEMS, np.uint32)
+    counts = context.buffer(4 * _ITEMS)
+    found = np.zeros(_ITEMS, np.uint32)
     queue.write(counts, found)
     program = context.build(_SOURCE, [])
     launch = queue.prepare(program.kernel("add", [counts]), (_ITEMS,), (_ITEMS,))

@@ -18,7 +18,8 @@ from flashmem.runtime.opencl.handles import Handle
 MOST_BYTES = 64 << 20
 """The largest allocation. Kernels on more memory take so long that their launches matter less."""
 
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_size_t
 _READ_WRITE = ctypes.c_ulonglong(1)  # CL_MEM_READ_WRITE
 _NOT_BLOCKING, _BLOCKING, _DEFAULT_ALIGNMENT = (ctypes.c_uint(n) for n in (0, 1, 0))
 
@@ -30,7 +31,9 @@ class SharedMemory:
 
     def __init__(self, address: int, nbytes: int, free: Callable[[], None] | None) -> None:
         """`free` frees the allocation; None for a part."""
-        self.int_ptr, self.nbytes, self._free = address, nbytes, free
+        self.int_ptr = address
+        self.nbytes = nbytes
+        self._free = free
 
     def get_sub_region(self, offset: int, nbytes: int) -> SharedMemory:
         """`nbytes` bytes from byte `offset` on; valid until the allocation is released."""
@@ -50,7 +53,8 @@ def allocate(context: Handle, nbytes: int, finish: Callable[[], None]) -> Shared
     Raises:
         RunError: the device refuses.
     """
-    library, handle = undocumented.library(), _POINTER(context.int_ptr)
+    library = undocumented.library()
+    handle = _POINTER(context.int_ptr)
     make = library.clSVMAlloc
     make.restype = _POINTER
     address = make(handle, _READ_WRITE, _SIZE(nbytes), _DEFAULT_ALIGNMENT)

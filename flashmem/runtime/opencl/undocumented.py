@@ -46,7 +46,8 @@ def make_context(device: DeviceHandle) -> Handle:
     Raises:
         RunError: the driver refuses.
     """
-    create, code = library().clCreateContext, ctypes.c_int()
+    create = library().clCreateContext
+    code = ctypes.c_int()
     create.restype = ctypes.c_void_p
     devices = (ctypes.c_void_p * 1)(device.int_ptr)
     made = create(None, ctypes.c_uint(1), devices, None, None, ctypes.byref(code))
@@ -94,7 +95,8 @@ def new_kernel(program: ProgramHandle, name: str) -> KernelObject:
     And it asks whether `Program` has a certain attribute. One that was loaded then looks for a kernel of that name, and what
     goes wrong meanwhile, also a Ctrl-C, is taken for "no". So the kernel is made of the program inside.
     """
-    thread, stands_in = threading.get_ident(), ModuleType(_INVOKER)
+    thread = threading.get_ident()
+    stands_in = ModuleType(_INVOKER)
 
     def generate(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:

@@ -48,7 +48,8 @@ def usable_modes(bundle: Bundle, device: Device, mode: str) -> DeviceDescriptor:
     Raises:
         UserError: the device cannot run the bundle, or not in that mode.
     """
-    programs, target = [variant.program for variant in bundle.variants], bundle.descriptor.name
+    programs = [variant.program for variant in bundle.variants]
+    target = bundle.descriptor.name
     misfit = next(filter(None, (_misfit(program, device) for program in programs)), "")
     if misfit:
         raise UserError(f"bundle {bundle.path}, which was compiled for {target}, {misfit}; compile the model for this device")
@@ -79,12 +80,14 @@ def mode_for(bundle: Bundle, device: Device, mode: str, strategy: Strategy = "st
     """
     first, *others = (variant.plan.layouts for variant in bundle.variants)
     laid_out = [known for known in first if all(known in layouts for layouts in others)]
-    path, planned = bundle.program.memory_path, bundle.meta.get("mode")
+    path = bundle.program.memory_path
+    planned = bundle.meta.get("mode")
     descriptor = usable_modes(bundle, device, mode)
     chosen = choose_mode(descriptor, mode, path=path, planned=planned, strategy=strategy, layouts=laid_out)
     if strategy == "preload":
         for variant in bundle.variants:
-            threads, shares = variant.plan.loader_threads, device.unified_memory
+            threads = variant.plan.loader_threads
+            shares = device.unified_memory
             layout = preloaded_layout(variant.program, chosen, threads, shares_memory=shares)
             if reason := too_large(layout, device):
                 raise UserError(f"bundle {bundle.path} cannot be preloaded here: {reason}; stream it")
@@ -117,7 +120,8 @@ def _misfit(program: Program, device: Device) -> str:
         if 0 < most < nbytes:
             return f"has {nbytes} bytes of {what} in one buffer, and {device.name} allocates at most {most} at a time"
     if program.memory_path == "texture" and device.has_images:
-        width, height = device.image_max_width, device.image_max_height
+        width = device.image_max_width
+        height = device.image_max_height
         for part in program.slices:
             if part.width > width or (part.is_image and part.height > height):
                 size = f"{part.width} x {part.height}"

@@ -30,8 +30,10 @@ class _Ahead:
     """A model that loads ahead of its turn: bytes it may still allocate, and bytes it was refused."""
 
     def __init__(self, loaded: LoadedModel, running: Run) -> None:
-        self.loaded, self.running = loaded, running
-        self.left, self.wants = 0.0, 0  # wants: 0 if nothing was refused since
+        self.loaded = loaded
+        self.running = running
+        self.left = 0.0
+        self.wants = 0  # 0 if nothing was refused since
 
 
 class MemoryArbiter:
@@ -43,7 +45,9 @@ class MemoryArbiter:
 
     def __init__(self, device: DeviceInUse, queue: Callable[[], Sequence[LoadedModel]], relieved: Callable[[], None]) -> None:
         """`queue` returns the models of the waiting requests, in order. `relieved` is called after memory is freed."""
-        self._device, self._queue, self._relieved = device, queue, relieved
+        self._device = device
+        self._queue = queue
+        self._relieved = relieved
         self.pressed = False  # the budget was lowered: the current run must free memory
         self._thread: Thread | None = None  # loads ahead, for this run:
         self._loads_beside: Run | None = None
@@ -81,7 +85,8 @@ class MemoryArbiter:
         for loaded in self.models():
             bound = loaded.bound
             if bound is not None:
-                ledger, pages = bound.ledger, 0
+                ledger = bound.ledger
+                pages = 0
                 if loaded.streams_pages:
                     pages = max(0, ledger.by_category.get("weights", 0) - bound.opened.file.owned_bytes)
                 held += ledger.total - pages
@@ -237,7 +242,8 @@ class MemoryArbiter:
         waiting = self._ahead
         if waiting is not None and waiting.running is running and self._device.budget.room < waiting.wants:
             return
-        queue, models = self._queue()[:_TURNS_AHEAD], self.models()
+        queue = self._queue()[:_TURNS_AHEAD]
+        models = self.models()
         turns = [executing]
         for number, loaded in enumerate(queue):
             if len({*turns}) == len(models):
@@ -270,7 +276,8 @@ class MemoryArbiter:
 
         None if memory or a plan is missing: the current run must not end later because of a plan.
         """
-        loaded, room = turns[-1], self._spare(turns)
+        loaded = turns[-1]
+        room = self._spare(turns)
         if loaded.awaits_plan(self._device.budget.limit):
             return None
         with suppress(RunError, UserError):  # raised again at its turn
@@ -293,7 +300,8 @@ class MemoryArbiter:
     def _admits(self, loaded: LoadedModel, load: Load) -> bool:
         """Whether the model may make this load ahead of its turn. Its loader threads call this."""
         with self._loading_ahead:
-            ahead, bound = self._ahead, loaded.bound
+            ahead = self._ahead
+            bound = loaded.bound
             if ahead is None or ahead.loaded is not loaded or bound is None:
                 return False
             if ahead.running.loader is not None and not ahead.running.loader.idle:
@@ -325,7 +333,8 @@ class MemoryArbiter:
             other.engine.unbind()
             if take():
                 return
-        limit, name = self._device.budget.limit or 0, loaded.opened.bundle.path.name
+        limit = self._device.budget.limit or 0
+        name = loaded.opened.bundle.path.name
         raise BudgetError(
             f"the budget of {format_size(limit)} is too small for {name}, which needs {loaded.smallest} bytes; raise it",
             smallest_bytes=loaded.smallest,
@@ -344,7 +353,9 @@ class MemoryArbiter:
         """
         if not loaded.streams_pages:
             return 0
-        limit, needs, models = self._device.budget.limit, dict[LoadedModel, Need](), self.models()
+        limit = self._device.budget.limit
+        needs = dict[LoadedModel, Need]()
+        models = self.models()
         assert loaded.bound is not None
         for other in models:
             with suppress(BudgetError):  # it cannot run in this budget

@@ -45,7 +45,8 @@ class Planner:
     """Makes plans in a thread, which ends when all models have one."""
 
     def __init__(self, device: DeviceInUse, arbiter: MemoryArbiter) -> None:
-        self._device, self._arbiter = device, arbiter
+        self._device = device
+        self._arbiter = arbiter
         self._thread: Thread | None = None
         self._closing = False
 

@@ -80,7 +80,8 @@ class SharedHostMemory:
     def slices_for(self, model: object) -> tuple[Slice, ...]:
         """Give `model` its part of the rest: the slices for its host tier, none without a limit."""
         with self._lock:
-            limit, share = self.budget.limit, self._shares.get(model)
+            limit = self.budget.limit
+            share = self._shares.get(model)
             if limit is None or share is None:
                 return ()
             parts = {part.name: part for part in share.program.slices}

@@ -67,7 +67,8 @@ class LoadedModel:
         bundle = for_processor(bundle, device.device)
         bundle, chosen = fitted(bundle, device.device, mode)
         opened = OpenedBundle(bundle, device.device, chosen, verify_weights=verify_weights)
-        self.device, self.check = device, check
+        self.device = device
+        self.check = check
         self.engine = Engine(opened, device, apart=build_apart, warm_up=prepare)
         self._host = host
         self.begun_under: int | None = None  # the budget's limit at the start of `current`
@@ -213,7 +214,8 @@ class LoadedModel:
 
     def try_bind(self, plan: OverlapPlan, queue: Queue) -> bool:
         """Bind under `plan`; False if the budget has no room for it now. Raises RunError if the device refuses."""
-        layout, ledger = self._layout(plan), self.device.ledger()
+        layout = self._layout(plan)
+        ledger = self.device.ledger()
         bindings = self.engine.bindings
         bindings.kernels_for(plan)  # before the memory grant, because it may fail
         if not ledger.promise(self.need(plan).fixed):
@@ -242,7 +244,8 @@ class LoadedModel:
             RunError: the device refuses.
         """
         assert self.bound is not None
-        kernels, layout = self.engine.bindings.kernels_for(plan), self._layout(plan)
+        kernels = self.engine.bindings.kernels_for(plan)
+        layout = self._layout(plan)
         if not self.bound.ledger.promise(self.need(plan).fixed):
             return False
         self.bound.rebind_weights(plan, layout, kernels)
@@ -254,7 +257,8 @@ class LoadedModel:
         In mode `map`, `admit` decides about each load before `grant`.
         """
         assert self.bound is not None
-        weights, self.begun_under = self.bound.weights, self.device.budget.limit
+        weights = self.bound.weights
+        self.begun_under = self.device.budget.limit
         if not self.streams_pages:
             return self.engine.begin(weights.schedule(done=done), done=done)
         kept = kept_within(weights.plan, self.opened.slices, weights.resident, resident_bytes)
@@ -276,7 +280,9 @@ class LoadedModel:
         bound = self.bound
         assert bound is not None
         if self.streams_pages:
-            ledger, fixed, peaks = bound.ledger, self.fixed, run.schedule.peaks()
+            ledger = bound.ledger
+            fixed = self.fixed
+            peaks = run.schedule.peaks()
             if not ledger.promise(fixed + peaks[done]):
                 return False
 

@@ -31,7 +31,9 @@ class Answer(FencedFuture[list[Array]]):
     ) -> None:
         super().__init__()
         self.priority = priority
-        self.model, self.loaded, self.names = model, loaded, names  # loaded: the variant with these input shapes
+        self.model = model
+        self.loaded = loaded
+        self.names = names  # `loaded` is the variant with these input shapes
         self.submitted = perf_counter()
         self.started = self.finished = 0.0
         self.report: RunReport | None = None
@@ -57,7 +59,8 @@ class Model:
     """A bundle open in a runtime. It runs like a session, and shares device and budget with other models."""
 
     def __init__(self, runtime: ModelRunner, variants: Sequence[LoadedModel], bundle: Bundle) -> None:
-        self._runtime, self.bundle = runtime, bundle
+        self._runtime = runtime
+        self.bundle = bundle
         self.variants = tuple(variants)  # one for each shape variant
         self.ports = [variant.program.inputs for variant in bundle.variants]
         self.output_ports = bundle.program.outputs

@@ -183,7 +183,8 @@ class Runtime:
             ValueError: an unknown or missing input, an unknown output name, or a priority that is not an integer.
             RunError: the model or the runtime is closed.
         """
-        names, arrays = chosen_outputs(model.output_ports, output_names), arrays_by_name(inputs, model.ports[0])
+        names = chosen_outputs(model.output_ports, output_names)
+        arrays = arrays_by_name(inputs, model.ports[0])
         index = fitting_variant(model.ports, arrays)
         if not isinstance(priority, int):
             raise ValueError(f"the priority is {described(priority)}; give an integer, the higher the sooner")

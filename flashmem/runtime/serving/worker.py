@@ -34,7 +34,9 @@ class _ArbitratedMemory:
     halts = True
 
     def __init__(self, loaded: LoadedModel, arbiter: MemoryArbiter, planner: Planner) -> None:
-        self._loaded, self._arbiter, self._planner = loaded, arbiter, planner
+        self._loaded = loaded
+        self._arbiter = arbiter
+        self._planner = planner
 
     def begin(self, done: int) -> Run | None:
         """The run after launch `done`; None if the budget has changed meanwhile."""
@@ -64,7 +66,8 @@ class Worker:
         self._device = device
         self.arbiter = MemoryArbiter(device, self._queue, self._tell_relieved)
         self._planner = Planner(device, self.arbiter)
-        self._lock, self._changed = threading.RLock(), Waiters()  # for the attributes below; callbacks of futures call `submit`
+        self._lock = threading.RLock()  # for the attributes below
+        self._changed = Waiters()  # callbacks of futures call `submit`
         self._waiting: deque[Answer] = deque()
         self._chores: deque[tuple[Callable[[], None], FencedFuture[None]]] = deque()  # work for the thread between runs
         self._running: LoadedModel | None = None
@@ -113,7 +116,8 @@ class Worker:
 
         `halt_always`: the current run halts even if its model cannot run in `limit`. Raises RunError once closed.
         """
-        done, budget = FencedFuture[None](), self._device.budget
+        done = FencedFuture[None]()
+        budget = self._device.budget
         with self._lock:
             self.refuse_closed()
             budget.limit = limit
@@ -182,9 +186,12 @@ class Worker:
             why = f"its thread failed: {type(error).__name__}: {error}"
         with self._lock:
             self.closing = self.closing or why
-            left, self._waiting = self._waiting, deque()
-            chores, self._chores = self._chores, deque()
-            relieved, self._relieved = self._relieved, []
+            left = self._waiting
+            self._waiting = deque()
+            chores = self._chores
+            self._chores = deque()
+            relieved = self._relieved
+            self._relieved = []
         models = self.arbiter.models()
         try:
             call_each(
@@ -204,7 +211,8 @@ class Worker:
                 turn = None
                 if not (self._waiting or self._chores or self.closing or self.arbiter.pressed):
                     turn = self._changed.turn()
-                chores, self._chores = self._chores, deque()
+                chores = self._chores
+                self._chores = deque()
                 answer = None if chores else self._next_answer()
             if turn is not None:
                 turn.acquire()
@@ -235,7 +243,7 @@ class Worker:
         answer.inputs.clear()
         if isinstance(outcome, BaseException):
             forget_locals(outcome)  # from here on it belongs to the user
-            outcome = self._failed(answer, outcome)
+            outcome = self._fail(answer, outcome)
         answer.finished = perf_counter()
         with self._lock:
             self._running = None
@@ -265,7 +273,7 @@ class Worker:
         except BaseException as error:
             return error
 
-    def _failed(self, answer: Answer, failure: BaseException) -> BaseException:
+    def _fail(self, answer: Answer, failure: BaseException) -> BaseException:
         """End a run that failed. Returns the error for the user."""
         loaded = answer.loaded
         if not isinstance(failure, RequestError):
@@ -290,7 +298,8 @@ class Worker:
         with self._lock:
             if self._device.budget.room < 0:
                 return
-            relieved, self._relieved = self._relieved, []
+            relieved = self._relieved
+            self._relieved = []
         _tell(relieved)
 
     def _queue(self) -> list[LoadedModel]:

@@ -105,9 +105,12 @@ class AheadRun(Loading):
         Raises:
             RunError: the device refuses a copy, or the system a read.
         """
-        self._transfer, self._admit, self._done = transfer, admit, done
+        self._transfer = transfer
+        self._admit = admit
+        self._done = done
         planned = transfer.planned(loads, apart=admit is None)
-        self._held, self.wakes = planned.held, planned.wakes
+        self._held = planned.held
+        self.wakes = planned.wakes
         self._missing = dict(planned.missing)
         self.loaded = dict.fromkeys(planned.missing, False)
         self._queue = LoadQueue(planned.reads)
@@ -263,7 +266,8 @@ class AheadRun(Loading):
 
     def _begin_next(self) -> bool:
         """Begin the next read, unless the host tier holds the bytes; False if there is none now, or nothing to make it with."""
-        transfer, admitted = self._transfer, self._admit is None
+        transfer = self._transfer
+        admitted = self._admit is None
         self._lacks_piece = False
         if transfer.reads.busy or (number := self._queue.next(self._done, ahead=admitted)) is None:
             return False
@@ -336,7 +340,9 @@ class AheadRun(Loading):
 
     def _copy(self, made: InFlight, behind: Event | None) -> None:
         """Enqueue the copies of what is read."""
-        address, copied, transfer = made.address, list[CopyEvent](), self._transfer
+        address = made.address
+        copied = list[CopyEvent]()
+        transfer = self._transfer
         made.copied = copied
         self._made.append(made)
         try:
@@ -355,7 +361,8 @@ class AheadRun(Loading):
 
     def _give_back(self, made: InFlight, copy: CopyEvent | None) -> None:
         if made.piece is not None:
-            piece, made.piece = made.piece, None
+            piece = made.piece
+            made.piece = None
             self._transfer.ring.give_back(piece, copy)
 
 
@@ -363,12 +370,13 @@ class _Intervals(Sequence[TimedInterval]):
     """Loads as they are reported, from the device's times of their copies, which are complete when they are first asked for."""
 
     def __init__(self, made: list[InFlight], clock_apart: Callable[[], float]) -> None:
-        self._made, self._clock_apart = made, clock_apart
+        self._made = made
+        self._clock_apart = clock_apart
         self._found: list[TimedInterval] | None = None
 
     def _all(self) -> list[TimedInterval]:
         if self._found is None:
-            self._found = list(_timed(self._made, self._clock_apart() if self._made else 0.0))
+            self._found = list(_timed_loads(self._made, self._clock_apart() if self._made else 0.0))
             self._made = []  # nor their events are needed any longer
         return self._found
 
@@ -385,7 +393,7 @@ class _Intervals(Sequence[TimedInterval]):
         return len(self._all())
 
 
-def _timed(made: Sequence[InFlight], apart: float) -> Iterator[TimedInterval]:
+def _timed_loads(made: Sequence[InFlight], apart: float) -> Iterator[TimedInterval]:
     """The loads whose last copies are `made`. `apart`: what the host's clock is ahead of the device's."""
     begun: dict[int, InFlight] = {}  # the first read of loads with several, by identity
     for each in made:
@@ -393,7 +401,8 @@ def _timed(made: Sequence[InFlight], apart: float) -> Iterator[TimedInterval]:
             first = begun.setdefault(id(copy.load), each)
             if not copy.last:
                 continue
-            load, steps = copy.load, list[tuple[Step, float]]()
+            load = copy.load
+            steps = list[tuple[Step, float]]()
             start, end = (seconds + apart for seconds in event.seconds())
             if each.end is not None:
                 start = first.start

@@ -56,8 +56,11 @@ class _Functions:
 
     def __init__(self, name: str | None) -> None:
         """Raises AttributeError: the library lacks them."""
-        locked, free = ctypes.PyDLL(name, use_errno=True), ctypes.CDLL(name)
-        self.read, self.error, self.result = locked.aio_read64, locked.aio_error64, locked.aio_return64
+        locked = ctypes.PyDLL(name, use_errno=True)
+        free = ctypes.CDLL(name)
+        self.read = locked.aio_read64
+        self.error = locked.aio_error64
+        self.result = locked.aio_return64
         self.read.argtypes = self.error.argtypes = self.result.argtypes = (ctypes.c_void_p,)
         self.result.restype = ctypes.c_ssize_t
         self.suspend = free.aio_suspend64
@@ -111,17 +114,26 @@ class _ByLibrary(Reading):
         self, functions: _Functions, file: WeightFile, data: Bytes, offset: int, thread: int, unused: list[_Request]
     ) -> None:
         """Takes a request from the `unused` ones, to which it returns. `begin` must follow."""
-        self._functions, self._file, self._data, self._offset, self.thread = functions, file, data, offset, thread
+        self._functions = functions
+        self._file = file
+        self._data = data
+        self._offset = offset
+        self.thread = thread
         self._unused = unused
         self._request = unused.pop() if unused else _Request(notification=_Notification(how=_SIGEV_NONE))
         self._at = ctypes.addressof(self._request)
         self._lock = threading.Lock()
-        self._left, self._waiting = False, 0  # threads in `wait`
+        self._left = False
+        self._waiting = 0  # threads in `wait`
 
     def begin(self, address: int, descriptor: int, source: int, nbytes: int) -> None:
         """Begin to read from a descriptor, a duplicate of the file's `source`. Raises RunError: the system refuses."""
-        request, self._source = self._request, source
-        request.descriptor, request.address, request.nbytes, request.offset = descriptor, address, nbytes, self._offset
+        request = self._request
+        self._source = source
+        request.descriptor = descriptor
+        request.address = address
+        request.nbytes = nbytes
+        request.offset = self._offset
         if self._functions.read(self._at):
             why = os.strerror(ctypes.get_errno())
             raise RunError(f"a read of {self._file.path} could not begin: {why}")
@@ -165,7 +177,8 @@ class _ByPython(Reading):
     """A read by a thread of Python."""
 
     def __init__(self, future: Future[None], thread: int) -> None:
-        self._future, self.thread = future, thread
+        self._future = future
+        self.thread = thread
 
     @property
     def ended(self) -> bool:
@@ -185,7 +198,8 @@ class BackgroundReads:
     """Reads of one file by a number of threads. Not safe for several threads."""
 
     def __init__(self, file: WeightFile, threads: int) -> None:
-        self._file, self._threads = file, threads
+        self._file = file
+        self._threads = threads
         self._idle = list(range(threads))  # the threads that do not read
         self._under_way: list[Reading] = []
         self._functions = _functions()
@@ -220,7 +234,8 @@ class BackgroundReads:
         return reading
 
     def _by_library(self, functions: _Functions, data: Bytes, address: int, offset: int) -> Reading:
-        file, thread = self._file, self._idle[-1]
+        file = self._file
+        thread = self._idle[-1]
         source, nbytes = file.source(data, offset)
         if source not in self._descriptors:
             self._descriptors[source] = [os.dup(source) for _ in range(self._threads)]

@@ -32,7 +32,8 @@ class CachedPart:
 
     def has(self, offset: int) -> bool:
         """Whether the range with the byte at `offset` passes through the page cache."""
-        starts, ends = self._starts, self._ends
+        starts = self._starts
+        ends = self._ends
         at = bisect_right(starts, offset) - 1
         return 0 <= at < len(ends) and offset < ends[at]
 
@@ -47,7 +48,8 @@ class CachedPart:
         same = self._of == tuple(ranges)
         if same and self.nbytes <= room < max(self.nbytes, _SLACK) * _GROWTH:
             return []
-        chosen, nbytes = [], 0
+        chosen = []
+        nbytes = 0
         order = sorted(range(len(ranges)), key=lambda at: at * _GOLDEN % 1)
         for at in order:
             if nbytes + ranges[at][1] > room:
@@ -59,6 +61,7 @@ class CachedPart:
         self._ends = []  # nothing is found between the two
         self._starts = [start for start, _ in chosen]
         self._ends = [start + size for start, size in chosen]
-        self._of, self.nbytes = tuple(ranges), nbytes
+        self._of = tuple(ranges)
+        self.nbytes = nbytes
         kept = set(self._starts)
         return [(start, end - start) for start, end in before if start not in kept]

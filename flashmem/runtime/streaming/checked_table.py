@@ -15,7 +15,9 @@ class CheckedTable:
     """The table of one row gather, read by blocks whose checksums are compared."""
 
     def __init__(self, file: WeightFile, blocks: list[ChecksummedRange], checksums: tuple[Checksum, ...]) -> None:
-        self._file, self._blocks, self._checksums = file, blocks, checksums
+        self._file = file
+        self._blocks = blocks
+        self._checksums = checksums
         self._size = blocks[0].nbytes  # size of all blocks but the last
         self._held: int | None = None  # index of the block in `_scratch`
         self._scratch = np.empty(self._size, np.uint8)
@@ -31,7 +33,8 @@ class CheckedTable:
 
     def read_into(self, data: Bytes, offset: int) -> None:
         """Fill `data` with the bytes at `offset`. Raises like `read_each`."""
-        done, start = 0, self._blocks[0].offset
+        done = 0
+        start = self._blocks[0].offset
         while done < data.nbytes:
             number, within = divmod(offset + done - start, self._size)
             block = self._block(number)[within:][: data.nbytes - done]

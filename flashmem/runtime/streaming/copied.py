@@ -54,7 +54,9 @@ class MovingTransfer(ThreadedTransfer):
 
         RunError: the slice is damaged, and its last piece is not copied.
         """
-        first, end, value = segment.first, segment.first + segment.nbytes, 0
+        first = segment.first
+        end = segment.first + segment.nbytes
+        value = 0
         while first < end:
             piece = self._ring.take()
             try:

@@ -34,7 +34,8 @@ class AheadTransfer(Transfer):
     def __init__(self, asked: TransferRequest) -> None:
         """Raises RunError: the budget or the device refuses."""
         super().__init__(asked)
-        ledger, layout = asked.ledger, asked.layout
+        ledger = asked.ledger
+        layout = asked.layout
         after: AheadTransfer | None = asked.after
         self.tier = tier = asked.tier
         self._copier: Copier = after._copier if after else Copier(asked.context, ahead=True)
@@ -81,26 +82,29 @@ class AheadTransfer(Transfer):
 
     def _plan(self, loads: Sequence[Load], *, apart: bool) -> Planned:
         held: dict[int, list[tuple[Copy, int]]] = {}
-        others, tier = list[Load](), self.tier if apart else None
+        others = list[Load]()
+        tier = self.tier if apart else None
         for load in loads:
             place = tier.place(load.part, load.segment) if tier is not None and tier.has_all(load.part) else None
             if place is None:
                 others.append(load)
                 continue
-            copy = Copy(load, self._prepared(load, load.segment.first, load.segment.nbytes))
+            copy = Copy(load, self._prepare_copy(load, load.segment.first, load.segment.nbytes))
             held.setdefault(load.after, []).append((copy, address_of(place)))
-        joined = self._joined(others) if apart else [[load] for load in others]
+        joined = self._join_neighbours(others) if apart else [[load] for load in others]
         reads = [read for together in joined for read in self._reads(together)]
         return Planned(reads, held, Counter(load.part.name for load in loads), frozenset(load.after for load in loads))
 
-    def _joined(self, loads: Sequence[Load]) -> list[list[Load]]:
+    def _join_neighbours(self, loads: Sequence[Load]) -> list[list[Load]]:
         """The loads, neighbours together whose segments follow each other in the file, are small, and pass through the ring."""
         joined: list[list[Load]] = []
-        most, tier = min(JOINED_BYTES, self.ring.piece_bytes), self.tier
+        most = min(JOINED_BYTES, self.ring.piece_bytes)
+        tier = self.tier
         for load in loads:
             begin, nbytes = load.place
             if joined and self.checksums is None:
-                first, last = joined[-1][0], joined[-1][-1]
+                first = joined[-1][0]
+                last = joined[-1][-1]
                 gap = begin - last.place[0] - last.place[1]
                 small = 0 <= gap < POOL_ALIGNMENT and begin + nbytes - first.place[0] <= most
                 alike = load.after <= first.after and load.preload == first.preload
@@ -115,20 +119,21 @@ class AheadTransfer(Transfer):
         load, (start, nbytes) = loads[0], loads[0].place
         if len(loads) > 1:
             copies = [
-                Copy(each, self._prepared(each, each.segment.first, each.segment.nbytes), each.place[0] - start)
+                Copy(each, self._prepare_copy(each, each.segment.first, each.segment.nbytes), each.place[0] - start)
                 for each in loads
             ]
             yield Read(start, sum(loads[-1].place) - start, copies, load.after)
             return
-        most, part = self.ring.piece_bytes, load.part
+        most = self.ring.piece_bytes
+        part = load.part
         if part.is_image:
             most = most // part.row_pitch * part.row_pitch
         for at in range(0, nbytes, most):
             count = min(most, nbytes - at)
-            copy = Copy(load, self._prepared(load, load.segment.first + at, count), last=at + count == nbytes)
+            copy = Copy(load, self._prepare_copy(load, load.segment.first + at, count), last=at + count == nbytes)
             yield Read(start + at, count, [copy], load.after, first=not at)
 
-    def _prepared(self, load: Load, first: int, nbytes: int) -> PreparedCopy:
+    def _prepare_copy(self, load: Load, first: int, nbytes: int) -> PreparedCopy:
         """The copy of bytes of a slice from byte `first` on to where the load brings them."""
         part = load.part
         if part.name in self.staged and not load.preload:

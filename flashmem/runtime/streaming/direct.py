@@ -33,7 +33,8 @@ class DirectReader:
 
     def __init__(self, descriptor: int) -> None:
         """Open the file of `descriptor` once more. A refusal is noted, not raised."""
-        self.refused, self.nbytes = "", 0
+        self.refused = ""
+        self.nbytes = 0
         self.descriptor = -1
         self._counting = threading.Lock()
         self._last = threading.local()  # `page` of each thread, for what is left of the last unit

@@ -56,7 +56,8 @@ class HostTier:
         self._read: dict[SliceIdentity, set[Segment]] = {}
         self._closing = False
         self._failure: str | None = None
-        self._slices, self._most = slices, context.device.max_alloc_bytes
+        self._slices = slices
+        self._most = context.device.max_alloc_bytes
         self._blocks: list[list[Slice]] | None = None  # not begun
         self._thread: Thread | None = None
 
@@ -90,7 +91,8 @@ class HostTier:
         nbytes = sum(map(tier_bytes, slices))
         view = large_pages(nbytes)
         self.ledger.wrapped("weights", view, "the host tier")
-        first, places = 0, dict[SliceIdentity, Bytes]()
+        first = 0
+        places = dict[SliceIdentity, Bytes]()
         for part in slices:
             places[identity(part)] = view[first : first + part.file_bytes]
             first += tier_bytes(part)
@@ -152,7 +154,8 @@ def _blocks(slices: Sequence[Slice], most: int) -> Iterator[list[Slice]]:
     for part in slices:
         if block and held + tier_bytes(part) > limit:
             yield block
-            block, held = [], 0
+            block = []
+            held = 0
         block.append(part)
         held += tier_bytes(part)
     if block:

@@ -168,7 +168,8 @@ def needed_slices(plan: OverlapPlan, moves: Mapping[int, LayerMoves]) -> dict[in
 def _moves(weight: PlannedWeight, part: Slice) -> list[tuple[int, Move]]:
     """The chunks of each launch as units: consecutive, and together the whole slice."""
     width, pitch, units = _geometry(part)
-    moves, chunks = [], 0
+    moves = []
+    chunks = 0
     for layer, count in weight.moves:
         first = units * chunks // weight.chunks
         chunks += count

@@ -38,7 +38,9 @@ class _Turn:
     __slots__ = ("_run", "load", "start", "steps", "thread")
 
     def __init__(self, run: LoaderRun, load: Load, thread: int) -> None:
-        self._run, self.load, self.thread = run, load, thread
+        self._run = run
+        self.load = load
+        self.thread = thread
         self.start = time.perf_counter()
         self.steps: list[tuple[Step, float]] = []
 
@@ -213,7 +215,8 @@ class LoaderRun(Loading):
 
     def _load_done(self, turn: _Turn) -> None:
         """Record a load that is complete: its slice is loaded if it was the last one."""
-        end, part = time.perf_counter(), turn.load.part
+        end = time.perf_counter()
+        part = turn.load.part
         with self._lock:
             self._missing[part.name] -= 1
             complete = not self._missing[part.name]
@@ -248,12 +251,16 @@ class LoaderRun(Loading):
     def _take(self) -> Load | None:
         """The next released load; frees slices first. None when the run stops."""
         while True:
-            load, turn, frees, ahead = None, None, list[Slice](), list[Load]()
+            load = None
+            turn = None
+            frees = list[Slice]()
+            ahead = list[Load]()
             with self._lock:
                 if self._stopping:
                     return None
                 if self._to_free:
-                    frees, self._to_free = self._to_free, []
+                    frees = self._to_free
+                    self._to_free = []
                     self._freeing += 1
                 elif (number := self._next()) is None:
                     turn = self._changed.turn()

@@ -20,7 +20,7 @@ def _piece_bytes(nbytes: int, pieces: int) -> int:
     return nbytes // pieces // WORD * WORD
 
 
-def _divided(memory: Bytes, pieces: int) -> list[Bytes]:
+def _divide(memory: Bytes, pieces: int) -> list[Bytes]:
     """So many equal pieces of the memory."""
     each = _piece_bytes(memory.nbytes, pieces)
     return [memory[number * each : (number + 1) * each] for number in range(pieces)]
@@ -34,12 +34,13 @@ class MappedRing:
 
     def __init__(self, queue: Queue, ledger: Ledger, nbytes: int, pieces: int) -> None:
         """Allocate `nbytes` in equal `pieces`; none for 0 bytes. Raises RunError: the budget or the device refuses it."""
-        self._ledger, self._mapped = ledger, None
+        self._ledger = ledger
+        self._mapped = None
         self._free: list[Bytes] = []
         if nbytes:
             buffer = ledger.buffer("staging", nbytes, _WHAT, host_visible=True)
             self._mapped = ledger.mapped(queue, buffer, nbytes)
-            self._free = _divided(self._mapped, pieces)
+            self._free = _divide(self._mapped, pieces)
 
     @property
     def open(self) -> bool:
@@ -57,7 +58,8 @@ class MappedRing:
     def close(self) -> None:
         """Unmap it."""
         self._free.clear()
-        mapped, self._mapped = self._mapped, None
+        mapped = self._mapped
+        self._mapped = None
         if mapped is not None:
             self._ledger.unmap(mapped)
 
@@ -76,7 +78,8 @@ class PinnedRing:
         self._ledger = ledger
         self._free: list[Bytes] = []
         self._copying: deque[tuple[Bytes, CopyEvent]] = deque()
-        self.pieces, self.piece_bytes = pieces, _piece_bytes(nbytes, pieces)
+        self.pieces = pieces
+        self.piece_bytes = _piece_bytes(nbytes, pieces)
         self._pages: Apart[Bytes] | None = Apart("flashmem-ring", large_pages, nbytes) if nbytes else None
 
     @property
@@ -92,7 +95,7 @@ class PinnedRing:
             memory = self._pages.result()
             self._ledger.wrapped("staging", memory, _WHAT)
             self._pages = None
-            self._free = _divided(memory, self.pieces)
+            self._free = _divide(memory, self.pieces)
         if self._free:
             return self._free.pop()
         if not self._copying or not self._copying[0][1].ended:
@@ -115,7 +118,8 @@ class PinnedRing:
 
     def close(self) -> None:
         """Drop it, once no copy reads it. Raises RunError if one failed."""
-        pages, self._pages = self._pages, None
+        pages = self._pages
+        self._pages = None
         if pages is not None:
             pages.wait()  # who took a piece of pages that were refused got the error
         copying = [copy for _, copy in self._copying]

@@ -33,7 +33,9 @@ class SharedSlice:
     """A mapped slice and its users. `user` arguments identify users."""
 
     def __init__(self, file: WeightFile, part: Slice) -> None:
-        self.file, self.offset, self.nbytes = file, part.offset, part.file_bytes
+        self.file = file
+        self.offset = part.offset
+        self.nbytes = part.file_bytes
         self.uses = 0  # by users that may load it; see `SharedSlices`
         self._segments: dict[Segment, _Pages] = {}
         self._lock = threading.Lock()
@@ -95,7 +97,8 @@ class SharedSlice:
                 mine = next((each for each in pages.users if each[0] == user), None)
                 if mine is None:
                     continue
-                nbytes, ledger = whole_pages(segment.nbytes), mine[1]
+                nbytes = whole_pages(segment.nbytes)
+                ledger = mine[1]
                 held = pages.users[0] is mine
                 pages.users.remove(mine)
                 if not held:

@@ -196,7 +196,8 @@ class ThreadedTransfer(Transfer):
 def in_pool(ledger: Ledger, pool: Buffer | None, offsets: Mapping[str, int], parts: Sequence[Slice]) -> DeviceMemory | None:
     """The part of a pool that holds `parts`, if they are adjacent there."""
     places = [offsets.get(part.name) for part in parts]
-    start, nbytes = places[0], 0
+    start = places[0]
+    nbytes = 0
     if start is None or pool is None:
         return None
     for part, place in zip(parts, places, strict=True):

@@ -111,7 +111,8 @@ class WeightFile:
         self._owned: OwnedPages | None = None  # once memory has no room for the file
         self._announcer: Thread | None = None
         self._closing = False
-        self._keepers, self._keeping = 1, threading.Lock()
+        self._keepers = 1
+        self._keeping = threading.Lock()
 
     def look_at_memory(self, streamed: Callable[[], tuple[Sequence[Range], int] | None] = lambda: None) -> None:
         """Decide whether the file stays in the page cache: not if memory cannot hold all of it. The kernel would take pages of
@@ -126,7 +127,9 @@ class WeightFile:
         now = monotonic()
         if now - self._looked < LOOK_SECONDS:
             return
-        self._looked, left, before = now, available(), self.stays
+        self._looked = now
+        left = available()
+        before = self.stays
         self.stays = left is None or left >= self.nbytes
         if self.stays != before:  # what Linux reads ahead beyond a range would take the place of others
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_NORMAL if self.stays else os.POSIX_FADV_RANDOM)
@@ -152,7 +155,8 @@ class WeightFile:
         """
         if self._passes(offset) and self.direct.takes(data, offset):
             got = self._read_direct(data, offset)
-            data, offset = data[got:], offset + got
+            data = data[got:]
+            offset = offset + got
         if data.nbytes:
             self._fill(data.data, offset)
             self._let_pages_go(offset, data.nbytes)
@@ -210,7 +214,8 @@ class WeightFile:
             got = self._read_cached(view, offset)
             if got == len(view):
                 return
-            view, offset = view[got:], offset + got
+            view = view[got:]
+            offset = offset + got
         self.missed = True
         while len(view):
             try:
@@ -241,7 +246,8 @@ class WeightFile:
         """
         if (self._which, offset) == (other._which, there):
             return True
-        compared, key = self._same.setdefault(other, {}), (offset, there, nbytes)
+        compared = self._same.setdefault(other, {})
+        key = (offset, there, nbytes)
         if key not in compared:
             compared[key] = self._compare(offset, other, there, nbytes)
         return compared[key]
@@ -310,7 +316,8 @@ class WeightFile:
         Raises:
             RunError: the file was truncated, the disk fails, or no memory is left.
         """
-        mapped, self.missed = self.mapped, True
+        mapped = self.mapped
+        self.missed = True
         if self._passes(offset):
             self.read_into(self._own().take(self._address + offset, offset, nbytes), offset)
             return

@@ -40,7 +40,8 @@ class WeightObjects:
         Raises:
             RunError: the device or the budget refuses.
         """
-        self._ledger, self._memory = ledger, weight_memory(layout, slices, apart=apart)
+        self._ledger = ledger
+        self._memory = weight_memory(layout, slices, apart=apart)
         memory = self._memory
         self._objects: dict[str, DeviceMemory] = {} if after is None else after._left_to(memory)
         for name, slot in memory.textures.items():
@@ -54,12 +55,14 @@ class WeightObjects:
             name, offset = memory.place_of[part.name]
             alone = apart and not offset  # a sub-buffer would take memory of its own (docs/research/opencl-notes.md)
             parted = name in memory.buffers and not alone
-            whole, nbytes = self._objects[name], whole_words(part.file_bytes)
+            whole = self._objects[name]
+            nbytes = whole_words(part.file_bytes)
             self.places[part.name] = ledger.part("weights", cast(Buffer, whole), offset, nbytes) if parted else whole
 
     def _left_to(self, memory: WeightMemory) -> dict[str, DeviceMemory]:
         """The objects that `memory` has too; frees the others. Raises RunError."""
-        has, before = self._objects, self._memory
+        has = self._objects
+        before = self._memory
         stays = {name for name in has if name in memory.buffers and before.buffers.get(name) == memory.buffers[name]}
         stays |= {name for name in has if name in memory.textures and before.textures.get(name) == memory.textures[name]}
         self._ledger.free([handle for name, handle in has.items() if name not in stays])

@@ -154,7 +154,7 @@ class _Reader:
 
     def _task(self, table: Mapping[str, Any]) -> Task:
         self._known(table, "[[task]]", "name", "model")
-        name = str(self._needed(table, "[[task]]", "name"))
+        name = str(self._require(table, "[[task]]", "name"))
         if not _NAME.fullmatch(name):
             raise UserError(f"{self.path}: task {name!r} is part of files' names; use letters, digits, '.', '-' and '_'")
         self.tasks.append(name)
@@ -170,7 +170,7 @@ class _Reader:
     def _variants(self, task: str, table: Mapping[str, Any]) -> list[Variant]:
         where = f"a model of task {task!r}"
         self._known(table, where, "path", "precision", "accuracy", "shape")
-        path = self.path.parent / str(self._needed(table, where, "path"))
+        path = self.path.parent / str(self._require(table, where, "path"))
         if not path.is_file():
             raise MissingFileError(f"{self.path}: {where} is {path}, which is no file")
         accuracy = table.get("accuracy")
@@ -190,7 +190,7 @@ class _Reader:
 
     def _processor(self, table: Mapping[str, Any]) -> Processor:
         self._known(table, "[[device]]", "name", "processor")
-        name = str(self._needed(table, "[[device]]", "name"))
+        name = str(self._require(table, "[[device]]", "name"))
         is_cpu = name in descriptor_names() and load_descriptor(name).kind == "cpu"
         return Processor(name, str(table.get("processor", "cpu" if is_cpu else name)))
 
@@ -212,7 +212,7 @@ class _Reader:
         bounds = [bound for bound in ("at_most", "at_least") if bound in table]
         if len(bounds) != 1:
             raise UserError(f"{self.path}: a {where} has one of: at_most, at_least")
-        measures = self._measures(table, where, str(self._needed(table, where, "metric")))
+        measures = self._measures(table, where, str(self._require(table, where, "metric")))
         return [Constraint(each, bounds[0] == "at_most", self._bound(each.metric, table[bounds[0]])) for each in measures]
 
     def _measures(self, table: Mapping[str, Any], where: str, metric: str) -> list[Measure]:
@@ -261,7 +261,7 @@ class _Reader:
             if name not in names:
                 raise UserError(f"{self.path}: {name!r} is not known at {where}; there may be: {', '.join(names)}")
 
-    def _needed(self, table: Mapping[str, Any], where: str, name: str) -> Any:
+    def _require(self, table: Mapping[str, Any], where: str, name: str) -> Any:
         if name not in table:
             raise UserError(f"{self.path}: {where} lacks {name!r}")
         return table[name]

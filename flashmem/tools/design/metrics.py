@@ -99,12 +99,12 @@ def workload(decision: Decision) -> int:
     return sum(one.profile.workload for one in decision)
 
 
-def mapping(decision: Decision) -> tuple[str, ...]:
+def processors_of(decision: Decision) -> tuple[str, ...]:
     """The processor of each task."""
     return tuple(one.processor.name for one in decision)
 
 
-def allowed(decision: Decision, application: Application) -> bool:
+def is_allowed(decision: Decision, application: Application) -> bool:
     """Whether the decision satisfies all constraints."""
     for constraint in application.constraints:
         found = value(decision, constraint.measure)

@@ -67,23 +67,24 @@ def candidates(
                     yield Candidate(task.name, variant, processor, budget, profile)
 
 
-def compiled(variant: Variant, processor: Processor, budget: int | None, *, here: bool) -> Bundle:
+def compile_candidate(variant: Variant, processor: Processor, budget: int | None, *, here: bool) -> Bundle:
     """The candidate's bundle in the user's cache. Its kernels are built if the device is on this machine (`here`)."""
-    device, shapes = processor.device, dict(variant.shapes)
+    device = processor.device
+    shapes = dict(variant.shapes)
     return compile_model(variant.path, device=device, precision=variant.precision, shapes=shapes, budget=budget, build=here)
 
 
 def _profile(task: Task, variant: Variant, processor: Processor, budget: int | None, profiling: Profiling) -> Profile:
-    bundle = compiled(variant, processor, budget, here=not profiling.simulated)
+    bundle = compile_candidate(variant, processor, budget, here=not profiling.simulated)
     if profiling.simulated:
-        first, later, memory = _simulated(bundle)
+        first, later, memory = _simulate(bundle)
     else:
-        first, later, memory = _measured(bundle, device_here(processor.device).descriptor_name, profiling)
+        first, later, memory = _measure(bundle, device_here(processor.device).descriptor_name, profiling)
     macs = sum(launch.macs for launch in bundle.program.launches)
     return Profile(first, later, memory, raw_bytes(bundle.program), macs)
 
 
-def _measured(bundle: Bundle, device: str, profiling: Profiling) -> tuple[float, tuple[float, ...], int]:
+def _measure(bundle: Bundle, device: str, profiling: Profiling) -> tuple[float, tuple[float, ...], int]:
     inputs = complete_inputs(bundle.program, {}, profiling.seed)
     with Session(bundle, device=device) as session:
         reports = []
@@ -95,8 +96,10 @@ def _measured(bundle: Bundle, device: str, profiling: Profiling) -> tuple[float,
     return found[0].latency.integrated, tuple(report.latency.exec for report in found[1:]), memory
 
 
-def _simulated(bundle: Bundle) -> tuple[float, tuple[float, ...], int]:
-    program, plan, descriptor = bundle.program, bundle.plan, bundle.descriptor
+def _simulate(bundle: Bundle) -> tuple[float, tuple[float, ...], int]:
+    program = bundle.program
+    plan = bundle.plan
+    descriptor = bundle.descriptor
     mode = choose_mode(descriptor, "auto", path=program.memory_path, planned=bundle.meta.get("mode"), strategy="stream")
     plan = replace(plan, layouts={mode: layout_for(program, plan, mode)})
     predicted = simulate(describe(program, plan, descriptor, mode, disk="cached"), bundle.budget_bytes)

@@ -56,7 +56,8 @@ def optimality(values: Rows, maximise: Sequence[bool], weights: Sequence[float])
     variance = costs.var(axis=0)
     varying = np.ptp(costs, axis=0) > SAME * np.abs(costs).max(axis=0)
     scale = np.asarray(weights, np.float64)[varying] / variance[varying]
-    best, worst = costs.min(axis=0)[varying], costs.max(axis=0)[varying]
+    best = costs.min(axis=0)[varying]
+    worst = costs.max(axis=0)[varying]
     distance = np.sqrt((scale * (costs[:, varying] - best) ** 2).sum(axis=1))
     largest = float(np.sqrt((scale * (worst - best) ** 2).sum()))
     with np.errstate(divide="ignore"):
@@ -91,7 +92,7 @@ def solve(
     best = _viable(ranked, mappings)
     small = min(ranked, key=lambda row: (memory[row], ranked.index(row)))
     light = min(ranked, key=lambda row: (workload[row], ranked.index(row)))
-    share = _normalised(memory, kept) + _normalised(workload, kept)
+    share = _normalize(memory, kept) + _normalize(workload, kept)
     both = min((small, light), key=lambda row: (share[row], ranked.index(row)))
     named = [(row, f"best on {' and '.join(each)}") for each, row in best.items()]
     named += [(small, "least memory"), (light, "lightest"), (both, "light and small")]
@@ -110,9 +111,10 @@ def _viable(ranked: Sequence[int], mappings: Sequence[tuple[str, ...]]) -> dict[
     return best
 
 
-def _normalised(values: Rows, kept: NDArray[Any]) -> Rows:
+def _normalize(values: Rows, kept: NDArray[Any]) -> Rows:
     """Values scaled so that the smallest of the kept rows is 0 and the largest 1."""
-    low, high = values[kept].min(), values[kept].max()
+    low = values[kept].min()
+    high = values[kept].max()
     return (values - low) / (high - low) if high > low else np.zeros_like(values)
 
 

@@ -18,7 +18,7 @@ from flashmem.runtime.application.designs import FILE, Design, Designs, TaskAssi
 from flashmem.tools.design import metrics
 from flashmem.tools.design.application import Application
 from flashmem.tools.design.metrics import Candidate, Decision
-from flashmem.tools.design.profiles import compiled
+from flashmem.tools.design.profiles import compile_candidate
 from flashmem.tools.design.rass import Solution, solve
 
 
@@ -50,13 +50,13 @@ def solved(application: Application, candidates: Sequence[Candidate]) -> Solved:
         values,
         [objective.maximise for objective in application.objectives],
         [objective.weight for objective in application.objectives],
-        np.array([metrics.allowed(decision, application) for decision in decisions]),
-        [metrics.mapping(decision) for decision in decisions],
+        np.array([metrics.is_allowed(decision, application) for decision in decisions]),
+        [metrics.processors_of(decision) for decision in decisions],
         np.array([metrics.memory(decision) for decision in decisions], np.float64),
         np.array([metrics.workload(decision) for decision in decisions], np.float64),
     )
     if solution is None:
-        raise UserError(f"no decision keeps all constraints; {_nearest(application, decisions)}")
+        raise UserError(f"no decision keeps all constraints; {_nearest_constraint(application, decisions)}")
     return Solved(application, decisions, values, solution)
 
 
@@ -69,11 +69,12 @@ def write(solved: Solved, folder: Path, *, here: bool, progress: Callable[[str],
     if folder.exists() and not (folder / FILE).is_file() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty and has no {FILE}; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
-    designs, before = described(solved), _bundles_in(folder)
+    designs = describe(solved)
+    before = _bundles_in(folder)
     chosen = {_bundle(each): each for row in solved.solution.designs for each in solved.decisions[row]}
     for name, each in chosen.items():
         progress(f"writing {name}")
-        bundle = compiled(each.variant, each.processor, each.budget, here=here)
+        bundle = compile_candidate(each.variant, each.processor, each.budget, here=here)
         replace_plan(bundle, bundle.plan, bundle.meta, folder / name)
     with written_whole(folder / FILE) as file:
         file.write(json.dumps(designs.to_json(), indent=1).encode())
@@ -90,7 +91,7 @@ def _bundles_in(folder: Path) -> set[str]:
         return set()
 
 
-def described(solved: Solved) -> Designs:
+def describe(solved: Solved) -> Designs:
     """The designs and the policy in the form that the manager reads."""
     solution = solved.solution
     rows = [solved.decisions[row] for row in solution.designs]
@@ -102,7 +103,8 @@ def described(solved: Solved) -> Designs:
 
 
 def _part(candidate: Candidate) -> TaskAssignment:
-    device, processor = candidate.processor.device, candidate.processor.name
+    device = candidate.processor.device
+    processor = candidate.processor.name
     usual = float(np.median(candidate.profile.later))
     return TaskAssignment(candidate.task, _bundle(candidate), device, processor, candidate.profile.memory, usual)
 
@@ -112,7 +114,7 @@ def _bundle(candidate: Candidate) -> str:
     return f"{candidate.task}-{candidate.variant.title}-{candidate.processor.device}-{budget}.flashmem"
 
 
-def _nearest(application: Application, decisions: Sequence[Decision]) -> str:
+def _nearest_constraint(application: Application, decisions: Sequence[Decision]) -> str:
     """The constraint whose best decision is furthest from its bound, relative to the bound."""
 
     def best(number: int) -> float:

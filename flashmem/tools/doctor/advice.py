@@ -39,7 +39,7 @@ def steps(around: Surroundings, devices: Sequence[str] = ()) -> list[CheckedItem
     found = [_driver(around)]
     if around.android:
         found += [*_namespaces(around), *_termux(around)]
-    found += [_loader(around), _icds(around), _binding(around), _devices(around, devices)]
+    found += [_loader(around), _icds(around), _check_binding(around), _devices(around, devices)]
     return found
 
 
@@ -81,14 +81,16 @@ def _namespaces(around: Surroundings) -> list[CheckedItem]:
         elif FORBIDDEN in driver.refusal:
             copies = driver.family == "adreno"  # the package `opencl-vendor-driver` copies a Mali's
             found.append(
-                CheckedItem("linker", False if copies and _adreno_is_first(around) else None, driver.refusal, _copied(driver))
+                CheckedItem(
+                    "linker", False if copies and _adreno_is_first(around) else None, driver.refusal, _copy_commands(driver)
+                )
             )
         else:
             found.append(CheckedItem("linker", None, driver.refusal))
     return found
 
 
-def _copied(driver: Driver) -> tuple[str, ...]:
+def _copy_commands(driver: Driver) -> tuple[str, ...]:
     """Commands that copy the driver and its dependencies to a folder from which programs may load them."""
     names = "libOpenCL*.so libadreno_*.so libgsl.so libCB.so libllvm-*.so libq3dtools_adreno.so"
     return (
@@ -166,7 +168,7 @@ def _icds(around: Surroundings) -> CheckedItem:
     return CheckedItem("drivers of the loader", True if any(not icd.broken for icd in around.icds) else None, said)
 
 
-def _binding(around: Surroundings) -> CheckedItem:
+def _check_binding(around: Surroundings) -> CheckedItem:
     if around.pyopencl:
         return CheckedItem("pyopencl", True, around.pyopencl)
     lines = PYOPENCL_LINES if around.android else ("pip install pyopencl",)

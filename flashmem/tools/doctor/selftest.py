@@ -27,7 +27,8 @@ from flashmem.base.paths import make_private, why_unusable
 if TYPE_CHECKING:
     from flashmem.runtime.opencl.context import Queue
 
-_WIDTH, _ROWS = 64, 48  # texels; no multiple of 64 rows
+_WIDTH = 64  # texels
+_ROWS = 48  # no multiple of 64 rows
 _TEXEL = 16
 _COPY_BYTES = 32 << 20
 _DISK_BYTES = 64 << 20
@@ -70,9 +71,11 @@ def run_apart(number: int, folder: Path) -> list[SelfTestResult]:
     command = python_module("flashmem.tools.doctor.selftest", str(number), str(folder))
     try:
         done = subprocess.run(command, env=module_environment(), capture_output=True, text=True, timeout=_LONGEST, check=False)
-        out, ended = done.stdout, "" if done.returncode == 0 else _ending(done.returncode, done.stderr)
+        out = done.stdout
+        ended = "" if done.returncode == 0 else _describe_end(done.returncode, done.stderr)
     except subprocess.TimeoutExpired as error:
-        out, ended = (error.stdout or b"").decode(errors="replace"), f"it did not end within {_LONGEST:.0f} s"
+        out = (error.stdout or b"").decode(errors="replace")
+        ended = f"it did not end within {_LONGEST:.0f} s"
     found = []
     for line in out.splitlines():
         with suppress(ValueError, TypeError):  # a driver may print to the same stream
@@ -80,7 +83,7 @@ def run_apart(number: int, folder: Path) -> list[SelfTestResult]:
     return [*found, SelfTestResult("the self test", False, f"{ended}, after {len(found)} tests")] if ended else found
 
 
-def _ending(code: int, errors: str) -> str:
+def _describe_end(code: int, errors: str) -> str:
     last = next((line for line in reversed(errors.splitlines()) if line.strip()), "")
     return f"the driver ended the process with signal {-code}" if code < 0 else f"the process ended with code {code}: {last}"
 
@@ -123,7 +126,8 @@ def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
         if not device.has_images:
             return SelfTestResult("textures", None, "the device has none")
         image = context.image(_WIDTH, _ROWS, "float")
-        data, queue = content.view(np.uint8).reshape(-1), context.queue()
+        data = content.view(np.uint8).reshape(-1)
+        queue = context.queue()
         queue.write_image(image, data, first_row=0, width=_WIDTH, rows=_ROWS, row_pitch=_WIDTH * _TEXEL)
         right = summed(image, queue)
         said = f"up to {device.image_max_width} x {device.image_max_height} texels"
@@ -136,7 +140,8 @@ def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
         padded = np.zeros((_ROWS, pitch), np.uint8)
         padded[:, : _WIDTH * _TEXEL] = content.view(np.uint8)
         start = 4096  # not at the start of the pool, like most slices
-        pool, queue = context.buffer(start + padded.nbytes, host_visible=True), context.queue()
+        pool = context.buffer(start + padded.nbytes, host_visible=True)
+        queue = context.queue()
         queue.write(pool, padded, offset=start)
         part = context.sub_buffer(pool, start, padded.nbytes)
         right = summed(context.image_view(part, _WIDTH, _ROWS, pitch, "float"), queue)
@@ -144,7 +149,8 @@ def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
         return SelfTestResult("textures over buffers", right, said if right else "a kernel does not read the written numbers")
 
     def mapped() -> SelfTestResult:
-        queue, pool = context.queue(), context.buffer(1 << 16, host_visible=True)
+        queue = context.queue()
+        pool = context.buffer(1 << 16, host_visible=True)
         view = queue.map(pool, 1 << 16, invalidate=True)
         view[:] = 7
         queue.unmap(view)
@@ -156,8 +162,10 @@ def tests(number: int, folder: Path) -> Iterator[SelfTestResult]:
         )
 
     def copies() -> SelfTestResult:
-        queue, other = context.queue(), context.queue()
-        data, target = np.ones(_COPY_BYTES, np.uint8), context.buffer(_COPY_BYTES)
+        queue = context.queue()
+        other = context.queue()
+        data = np.ones(_COPY_BYTES, np.uint8)
+        target = context.buffer(_COPY_BYTES)
         other.write(target, data)
         rate = _COPY_BYTES / min(_seconds(lambda: other.write(target, data)) for _ in range(3))
         numbers = context.buffer(4 << 14)

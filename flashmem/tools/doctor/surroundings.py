@@ -98,7 +98,8 @@ def look(
     copied = f"{prefix}/opt/vendor/lib/libOpenCL.so" if prefix else ""
     copy = root / copied.lstrip("/") if copied else None
     if copy is None or not copy.is_file() or copy.stat().st_size == 0:  # the package has an empty file until it is set up
-        copied, copy = "", None
+        copied = ""
+        copy = None
     version, error, loaded = _pyopencl() if root == Path("/") else ("", "", "")
     return Surroundings(
         machine=machine or platform.machine(),
@@ -109,7 +110,7 @@ def look(
         prefix=prefix,
         search=tuple(part for part in environment.get("LD_LIBRARY_PATH", "").split(":") if part),
         drivers=tuple(Driver(family, path, open_library(path)) for family, path in found),
-        listed=_listed(root),
+        listed=_is_listed(root),
         loaders=_loaders(root, prefix),
         icds=_icds(root, environment.get(VARIABLE) or f"{prefix}/{_VENDORS}"),
         copied=copied,
@@ -142,7 +143,7 @@ def _drivers(root: Path) -> list[tuple[Family, str]]:
     return []
 
 
-def _listed(root: Path) -> bool | None:
+def _is_listed(root: Path) -> bool | None:
     texts = [(root / name).read_text(encoding="utf-8", errors="replace") for name in _LISTS if (root / name).is_file()]
     if not texts:
         return None
@@ -157,7 +158,8 @@ def _loaders(root: Path, prefix: str) -> tuple[str, ...]:
 
 def _icds(root: Path, named: str) -> tuple[Icd, ...]:
     """The files in the folder `named`, or this file itself: what OCL_ICD_VENDORS may be, in place of the usual folder."""
-    there, found = root / named.lstrip("/"), []
+    there = root / named.lstrip("/")
+    found = []
     for file in sorted(there.glob("*.icd")) if there.is_dir() else [there] if there.is_file() else []:
         library = file.read_text(encoding="utf-8", errors="replace").strip()
         place = root / library.lstrip("/")
@@ -192,10 +194,10 @@ def _pyopencl() -> tuple[str, str, str]:
         import pyopencl
     except ImportError as error:
         return "", str(error), ""
-    return str(pyopencl.VERSION_TEXT), "", _mapped("libOpenCL")
+    return str(pyopencl.VERSION_TEXT), "", _mapped_file("libOpenCL")
 
 
-def _mapped(name: str) -> str:
+def _mapped_file(name: str) -> str:
     """The first file of that name that this process has mapped."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()

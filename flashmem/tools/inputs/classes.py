@@ -84,7 +84,7 @@ def check_labels(ports: Sequence[Port], labels: Labels) -> None:
         raise UserError(f"--labels names {len(labels.names)} classes, and no output has as many numbers: {sizes}")
 
 
-def likeliest(outputs: Mapping[str, NDArray[Any]], labels: Labels) -> Classes | None:
+def likeliest_classes(outputs: Mapping[str, NDArray[Any]], labels: Labels) -> Classes | None:
     """The classes of the one output that has a number for each class; None without such an output.
 
     With labels, it has as many numbers as there are labels. Without, it is one that sums to 1. Numbers that are no distribution
@@ -101,12 +101,15 @@ def likeliest(outputs: Mapping[str, NDArray[Any]], labels: Labels) -> Classes | 
     if not np.isfinite(values).all():
         return None
     if labels.several:
-        chances, how = 1 / (1 + np.exp(-values)), "sigmoid of the output"
+        chances = 1 / (1 + np.exp(-values))
+        how = "sigmoid of the output"
     elif _is_distribution(values):
-        chances, how = values, "probabilities as the model gives them"
+        chances = values
+        how = "probabilities as the model gives them"
     else:
         exponents = np.exp(values - values.max())
-        chances, how = exponents / exponents.sum(), "softmax of the output"
+        chances = exponents / exponents.sum()
+        how = "softmax of the output"
     order = np.argsort(-chances, kind="stable")[:SHOWN]
     rows = tuple((float(chances[index]), int(index), _label(labels.names, index)) for index in order)
     return Classes(name, how, rows)

@@ -15,7 +15,9 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import is_bundle, is_language_folder
 from flashmem.bundle.shape_variants import port_shapes
 
-PREPROCESSOR, CONFIG, TOKENIZER = "preprocessor_config.json", "config.json", "tokenizer.json"
+PREPROCESSOR = "preprocessor_config.json"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 """Files of a Hugging Face folder."""
 
 
@@ -87,7 +89,7 @@ def describe(model: Path, shapes: Mapping[str, Sequence[int]]) -> Description:
         raise UserError(f"{model} is a language model, which reads a prompt: flashmem generate")
     if not is_bundle(model):
         inputs, properties = _read_onnx(model)
-        return Description(tuple(_sized(each, shapes) for each in inputs), properties, _folders(model))
+        return Description(tuple(_with_sizes(each, shapes) for each in inputs), properties, _folders(model))
     bundle = Bundle.open(model)
     variants = [variant.program.inputs for variant in bundle.variants]
     shapes_of = [port_shapes(ports) for ports in variants]
@@ -96,7 +98,7 @@ def describe(model: Path, shapes: Mapping[str, Sequence[int]]) -> Description:
     readable = original.is_file() and original.suffix == ".onnx" and importlib.util.find_spec("onnx") is not None
     properties = _read_onnx(original)[1] if readable else {}
     folders = _folders(original if original.is_file() else model)
-    return Description(tuple(_sized(each, shapes) for each in inputs), properties, folders)
+    return Description(tuple(_with_sizes(each, shapes) for each in inputs), properties, folders)
 
 
 def _read_onnx(path: Path) -> tuple[tuple[ModelInput, ...], dict[str, str]]:
@@ -117,7 +119,7 @@ def _read_onnx(path: Path) -> tuple[tuple[ModelInput, ...], dict[str, str]]:
     return tuple(inputs), {each.key: each.value for each in proto.metadata_props}
 
 
-def _sized(each: ModelInput, shapes: Mapping[str, Sequence[int]]) -> ModelInput:
+def _with_sizes(each: ModelInput, shapes: Mapping[str, Sequence[int]]) -> ModelInput:
     return replace(each, shape=tuple(shapes[each.name])) if each.name in shapes else each
 
 

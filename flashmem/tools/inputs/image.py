@@ -43,7 +43,7 @@ def read_image(path: str | Path, wanted: ImageFormat) -> NDArray[Any]:
         raise
     except Exception as error:  # a damaged file can raise any exception
         raise UserError(f"{path} is not an image that can be read ({' '.join(str(error).split())[:200]})") from error
-    pixels = np.asarray(_fitted(image, wanted)).reshape(wanted.height, wanted.width, -1)
+    pixels = np.asarray(_fit(image, wanted)).reshape(wanted.height, wanted.width, -1)
     if wanted.color == "BGR":
         pixels = pixels[:, :, ::-1]
     values = pixels.astype(np.float32)
@@ -55,7 +55,7 @@ def read_image(path: str | Path, wanted: ImageFormat) -> NDArray[Any]:
     return np.ascontiguousarray(values.astype(wanted.dtype)).reshape(wanted.shape)
 
 
-def _fitted(image: Image, wanted: ImageFormat) -> Image:
+def _fit(image: Image, wanted: ImageFormat) -> Image:
     """The image in the size that is wanted."""
     import PIL.Image
 
@@ -72,9 +72,12 @@ def _fitted(image: Image, wanted: ImageFormat) -> Image:
     if wanted.before_crop is not None:
         height, width = wanted.before_crop
     elif width <= height:
-        width, height = shorter, int(shorter * height / width)
+        height = int(shorter * height / width)
+        width = shorter
     else:
-        width, height = int(shorter * width / height), shorter
+        width = int(shorter * width / height)
+        height = shorter
     resized = image.resize((width, height), chosen)
-    left, top = (width - wanted.width) // 2, (height - wanted.height) // 2
+    left = (width - wanted.width) // 2
+    top = (height - wanted.height) // 2
     return resized.crop((left, top, left + wanted.width, top + wanted.height))  # beyond its edges: black

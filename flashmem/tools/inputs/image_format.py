@@ -191,7 +191,8 @@ def _preprocessor(config: Fields) -> Fields:
         raise UserError(f"{PREPROCESSOR} names {kind}, whose rules are not in the file; give the array with --input")
     if "size" not in config and "image_mean" not in config:
         return {}
-    size, crop = config.get("size"), config.get("crop_size")
+    size = config.get("size")
+    crop = config.get("crop_size")
     cropped = bool(config.get("do_center_crop", crop is not None)) and crop is not None
     fields: dict[str, Any] = {"color": None}
     height, width, shorter = _sides(size, square=not cropped)
@@ -244,7 +245,8 @@ def _timm(config: Fields) -> Fields:
     if not isinstance(given, Mapping) or not {"input_size", "mean", "std"} <= set(given):
         return {}
     height, width = given["input_size"][1:]
-    ratio, mode = float(given.get("crop_pct") or 1.0), given.get("crop_mode", "center")
+    ratio = float(given.get("crop_pct") or 1.0)
+    mode = given.get("crop_mode", "center")
     if mode not in ("center", "squash") or (mode == "squash" and ratio != 1):
         raise UserError(f"{CONFIG} has timm's crop mode {mode!r}, which is not supported; give the array with --input")
     return {

@@ -15,7 +15,8 @@ def draw_queue(path: Path, rows: Mapping[str, OverTime], budget: int | None) -> 
     """Write the PNG with one plot for each of `rows`, by title. Raises UserError if matplotlib is not installed."""
     with figure(path, rows=len(rows), size=(11, 0.5 + 2.5 * len(rows)), sharex=True, sharey=True) as (_, axes):
         for at, (title, moments) in enumerate(rows.items()):
-            times, held = [when for when, _ in moments], [nbytes / 1e6 for _, nbytes in moments]
+            times = [when for when, _ in moments]
+            held = [nbytes / 1e6 for _, nbytes in moments]
             axes[at].fill_between(times, held, step="post", color=f"{COLOURS[at]}55", linewidth=0)
             axes[at].step(times, held, where="post", color=COLOURS[at], linewidth=1.0)
             if budget is not None:

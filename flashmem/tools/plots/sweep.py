@@ -158,9 +158,11 @@ def _draw_latency(axes: Axes, lines: Sequence[tuple[str, Sequence[Row]]], place:
     most = max(_peak(row) for _, rows in lines for row in rows)
     for number, (label, rows) in enumerate(lines):
         ordered = sorted(rows, key=lambda row: (place(row), _peak(row)))
-        places, values = [place(row) for row in ordered], [float(row[column]) for row in ordered]
+        places = [place(row) for row in ordered]
+        values = [float(row[column]) for row in ordered]
         areas = [14 + 90 * _peak(row) / most for row in ordered]
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        colour = COLOURS[number % len(COLOURS)]
+        marker = MARKERS[number % len(MARKERS)]
         axes.plot(places, values, color=colour, linewidth=1, alpha=0.5, zorder=2)
         axes.scatter(places, values, s=areas, marker=marker, color=colour, alpha=0.6, linewidths=0, label=label, zorder=3)
     _scale_latency(axes, [float(row[column]) for _, rows in lines for row in rows])
@@ -169,7 +171,8 @@ def _draw_latency(axes: Axes, lines: Sequence[tuple[str, Sequence[Row]]], place:
 
 def _scale_latency(axes: Axes, values: Sequence[float]) -> None:
     """Scale the axis from 0, or logarithmically if models differ too much for one linear scale."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if low <= 0 or high / low < _LINEAR_RANGE:
         axes.set_ylim(0, 1.08 * high)
         return

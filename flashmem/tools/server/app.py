@@ -71,7 +71,9 @@ class _ModelServer:
     """The endpoints of one model."""
 
     def __init__(self, generator: BatchGenerator, model: str) -> None:
-        self._generator, self._model, self._begun = generator, model, int(time.time())
+        self._generator = generator
+        self._model = model
+        self._begun = int(time.time())
         self._reader = OneByOne("flashmem-requests")  # the event loop goes on while tokens are found
         self._open = 0
         self._most = MOST_WAITING + generator.rows
@@ -151,7 +153,8 @@ class _Endpoint:
     """An endpoint for texts, as an application: it knows when its response was sent."""
 
     def __init__(self, server: _ModelServer, *, chat: bool) -> None:
-        self._server, self._chat = server, chat
+        self._server = server
+        self._chat = chat
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._server.answer(HttpRequest(scope, receive), send, chat=self._chat)

@@ -11,7 +11,8 @@ from starlette.types import Receive
 
 from flashmem.base.errors import UserError
 
-MOST_BYTES, MOST_SECONDS = 4 << 20, 60
+MOST_BYTES = 4 << 20
+MOST_SECONDS = 60
 """The longest body of a request, and the longest time until it is there."""
 
 _Result = TypeVar("_Result")
@@ -46,7 +47,7 @@ class Client:
             raise UserError(f"the body took more than {MOST_SECONDS} s") from error
         except ClientDisconnect as error:
             raise ClientLeftError from error
-        self._leaves = asyncio.ensure_future(_leaving(self._http.receive))
+        self._leaves = asyncio.ensure_future(_wait_until_left(self._http.receive))
         return bytes(body)
 
     async def wait(self, work: Awaitable[_Result]) -> _Result:
@@ -68,6 +69,6 @@ class Client:
             self._leaves.cancel()
 
 
-async def _leaving(receive: Receive) -> None:
+async def _wait_until_left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -16,7 +16,8 @@ class OneByOne:
     """A thread for work, one piece of it at a time. The methods are for the thread of the event loop."""
 
     def __init__(self, name: str) -> None:
-        self._thread, self._is_busy = ThreadPoolExecutor(1, name), False
+        self._thread = ThreadPoolExecutor(1, name)
+        self._is_busy = False
         self._waiting: deque[tuple[asyncio.Future[Any], Callable[[], Any]]] = deque()
 
     def begin(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
@@ -37,9 +38,9 @@ class OneByOne:
                 result.set_exception(error)
                 continue
             self._is_busy = True
-            running.add_done_callback(partial(self._ended, result))
+            running.add_done_callback(partial(self._end, result))
 
-    def _ended(self, result: asyncio.Future[Any], running: asyncio.Future[Any]) -> None:
+    def _end(self, result: asyncio.Future[Any], running: asyncio.Future[Any]) -> None:
         self._is_busy = False
         error = None if running.cancelled() else running.exception()
         if result.done() or running.cancelled():

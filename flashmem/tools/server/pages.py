@@ -26,7 +26,8 @@ class OwnPages:
     """
 
     def __init__(self, app: ASGIApp, address: str) -> None:
-        self._app, self._names = app, _names_of(address)
+        self._app = app
+        self._names = _names_of(address)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
@@ -34,14 +35,14 @@ class OwnPages:
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
-        refused = self._refused(Headers(scope=scope), scope["method"])
+        refused = self._refusal(Headers(scope=scope), scope["method"])
         if refused is None:
             await self._app(scope, receive, send)
         else:
             status, why = refused
             await JSONResponse(problem(why, status), status)(scope, receive, send)
 
-    def _refused(self, fields: Headers, method: str) -> tuple[int, str] | None:
+    def _refusal(self, fields: Headers, method: str) -> tuple[int, str] | None:
         """The status and the message of a refusal; None for a request that is passed on."""
         host, origin, site = (fields.get(name) for name in ("host", "origin", "sec-fetch-site"))
         found = _HOST.fullmatch(host or "")

@@ -15,7 +15,8 @@ from flashmem.runtime.generation.options import TextOptions, TextRequest
 _ROLES = {"developer": "system"}
 """Roles with another name in a chat template."""
 
-_MOST_STOPS, _LONGEST_STOP = 4, 1000
+_MOST_STOPS = 4
+_LONGEST_STOP = 1000
 """The most texts of `stop`, and the characters of each. The API allows 4."""
 
 _LARGEST = 2**63 - 1
@@ -213,5 +214,6 @@ def _reason(report: GenerationReport) -> str:
 
 
 def _usage(report: GenerationReport) -> dict[str, int]:
-    prompt, completion = report.prompt, report.tokens
+    prompt = report.prompt
+    completion = report.tokens
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -18,7 +18,8 @@ class Text:
 
     def __init__(self, generator: BatchGenerator, tokens: list[int], wanted: Request, client: Client) -> None:
         """Begin the text after `tokens`. Raises UserError or RunError."""
-        self._client, self._loop = client, asyncio.get_running_loop()
+        self._client = client
+        self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Queue[Piece]()
         self.made: Generation = generator.generate(tokens, deliver=self._put, **wanted.options)
 

@@ -27,7 +27,7 @@ from flashmem.schedule.loads import Load, Segment, planned_frees, planned_loads,
 from flashmem.schedule.modes import MODES
 from flashmem.schedule.modes.kind import TransferKind
 from flashmem.schedule.plan import LOADER_THREADS, OverlapPlan, PoolLayout
-from flashmem.schedule.residency import SPARE_PIECES, Strategy, preloaded, preloaded_layout, streamed_layout
+from flashmem.schedule.residency import SPARE_PIECES, Strategy, preload_all, preloaded_layout, streamed_layout
 from flashmem.target.descriptor import DeviceDescriptor
 
 Disk = Literal["cold", "cached"]
@@ -199,11 +199,12 @@ def describe(
     `disk` "cold": nothing of the weight file is in the page cache. The seconds of launches are those of `schedule.instance`.
     `lanes` is the argument of `flashmem.Session`; `host_budget` is a limit in bytes (`choose_host_budget`).
     """
-    rates, kind = descriptor.rates, MODES[mode]
+    rates = descriptor.rates
+    kind = MODES[mode]
     slices = {part.name: part for part in program.slices}
     layout = layout_for(program, plan, mode, strategy, shares_memory=descriptor.shares_memory)
     if strategy == "preload":
-        plan = preloaded(plan)
+        plan = preload_all(plan)
     instance = build_instance(program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=mode)
     moves = layer_moves(plan, slices, lane_kind(program), lanes=lanes) if kind.by_kernels else {}
     kept = {w.name for w in plan.weights if w.keep}
@@ -224,7 +225,8 @@ def describe(
     }  # fmt: skip
     kept_there: tuple[Slice, ...] = ()
     if host_budget is not None:
-        left, variant = host_budget - sum(on_host.values()) - pinned_output_bytes(program), [(plan, program.slices)]
+        left = host_budget - sum(on_host.values()) - pinned_output_bytes(program)
+        variant = [(plan, program.slices)]
         kept_there = tier_slices(reloaded(variant), max(0, left), planned_there(variant))
     in_tier = {identity(part) for part in kept_there}
     travel = _Travel(kind, layout, program.page_bytes, in_tier)
@@ -294,7 +296,8 @@ class _Travel:
     in_tier: Collection[SliceIdentity]
 
     def pieces(self, load: Load) -> tuple[Piece, ...]:
-        part, total = load.part, load.segment.nbytes
+        part = load.part
+        total = load.segment.nbytes
         if self.kind.by_pages:
             return (("copy", total),)
         if not self.kind.copies:
@@ -339,7 +342,8 @@ def _copied_beside(moves: Mapping[int, LayerMoves]) -> dict[int, int]:
 
 def _own_launches(moving: LayerMoves, descriptor: DeviceDescriptor) -> float:
     """Seconds of the copies before a launch that are launches of the copy kernel."""
-    rates, own = descriptor.rates, (*moving.leading, *moving.separate)
+    rates = descriptor.rates
+    own = (*moving.leading, *moving.separate)
     return sum(rates.launch_seconds + _moved_bytes(stream) / rates.copy_bandwidth for stream in own)
 
 

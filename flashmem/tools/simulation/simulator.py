@@ -50,7 +50,8 @@ class Prediction:
 
 def simulate(scenario: Scenario, budget: int | None = None) -> Prediction:
     """Simulate the first run of a session, and a later one. `budget` is only written to the reports."""
-    first, later = _SimulatedRun(scenario), _SimulatedRun(scenario.later())
+    first = _SimulatedRun(scenario)
+    later = _SimulatedRun(scenario.later())
     return Prediction(first.simulate_run(budget), later.simulate_run(budget), first.events.busy, tuple(first.disk))
 
 
@@ -83,7 +84,8 @@ class _Memory:
         self.history.append((now, self.total))
         self.changes.append((now, category, self.by_category[category]))
         if self.total > self.peak:
-            self.peak, self.peak_by_category = self.total, dict(self.by_category)
+            self.peak = self.total
+            self.peak_by_category = dict(self.by_category)
 
     def average(self, until: float) -> float:
         moments = [*self.history, (until, 0)]
@@ -116,7 +118,8 @@ class _SimulatedRun:
         if self.machine.disk_bandwidth is not None:
             self.events.start(self._disk())
         self.events.run(self._host())
-        memory, ended = self.memory, self.events.now
+        memory = self.memory
+        ended = self.events.now
         use = MemoryUse(
             memory.peak, memory.average(ended), budget, dict(memory.peak_by_category), None, tuple(memory.history),
             changes=tuple(memory.changes), host=self.scenario.host,
@@ -246,7 +249,7 @@ class _Loader:
         self._to_free: list[str] = []
         self._stopping = False
         for number in sorted(enqueued):
-            simulated.events.start(self._enqueued(loads[number]))
+            simulated.events.start(self._enqueue(loads[number]))
         for number in range(min(threads, len(loads))):
             simulated.events.start(self._work(number))
 
@@ -270,7 +273,8 @@ class _Loader:
         self._free()
 
     def _work(self, thread: int) -> Process:
-        simulated, events = self._simulated, self._simulated.events
+        simulated = self._simulated
+        events = self._simulated.events
         while True:
             yield lambda: self._stopping or bool(self._to_free) or self._next() is not None
             if self._stopping:
@@ -290,27 +294,28 @@ class _Loader:
                 yield from simulated.read(load, steps)
                 yield from self._copy(load, start, thread, steps)
             else:
-                yield from simulated.transfer(load, self._released(load), steps)
-                self._loaded(load, start, thread, steps)
+                yield from simulated.transfer(load, self._release_condition(load), steps)
+                self._note_load(load, start, thread, steps)
 
-    def _released(self, load: SimulatedLoad) -> Callable[[], bool]:
+    def _release_condition(self, load: SimulatedLoad) -> Callable[[], bool]:
         return lambda: load.after <= self._done
 
-    def _enqueued(self, load: SimulatedLoad) -> Process:
+    def _enqueue(self, load: SimulatedLoad) -> Process:
         """A load of a slice that the host tier holds."""
         yield from self._copy(load, self._simulated.events.now, 0, [])
 
     def _copy(self, load: SimulatedLoad, start: float, thread: int, steps: list[tuple[Step, float]]) -> Process:
         """The copy of a load, after its release."""
-        released, events = self._released(load), self._simulated.events
+        released = self._release_condition(load)
+        events = self._simulated.events
         if not released():
             yield released
             steps.append(("wait", events.now))
         yield Work("copy", sum(nbytes for resource, nbytes in load.pieces if resource == "copy"))
         steps.append(("copy", events.now))
-        self._loaded(load, start, thread, steps)
+        self._note_load(load, start, thread, steps)
 
-    def _loaded(self, load: SimulatedLoad, start: float, thread: int, steps: Sequence[tuple[Step, float]]) -> None:
+    def _note_load(self, load: SimulatedLoad, start: float, thread: int, steps: Sequence[tuple[Step, float]]) -> None:
         simulated = self._simulated
         made = TimedInterval(load.name, start, simulated.events.now, thread, tuple(steps), load.nbytes, load.after)
         simulated.loads.append(made)

@@ -65,7 +65,8 @@ def simulated(subject: Subject, point: Point) -> dict[str, Cell]:
         return row
     scenario = describe(planned.program, planned.plan, subject.descriptor, subject.mode, disk=cast(Disk, point.disk))
     prediction = simulate(scenario)
-    latency, memory = prediction.report.latency, prediction.report.memory
+    latency = prediction.report.latency
+    memory = prediction.report.memory
     return row | {
         "integrated_ms": 1e3 * latency.integrated,
         "init_ms": 1e3 * latency.init,
@@ -158,7 +159,8 @@ def _plan(subject: Subject, options: Options) -> _Planned:
     generated = None
     if subject.graph is None:
         assert subject.program is not None
-        program, plan = subject.program, make_plan(subject.program, subject.descriptor, subject.mode, options.request)
+        program = subject.program
+        plan = make_plan(subject.program, subject.descriptor, subject.mode, options.request)
     else:
         graph = subject.graph.graph() if isinstance(subject.graph, PortableGraph) else subject.graph
         generated, plan = plan_graph(graph, options)

@@ -60,14 +60,16 @@ def subject_of(point: Point) -> Subject:
         UserError: the model, the device, the mode or the precision is wrong.
     """
     target = target_of(point)
-    descriptor, mode = target.descriptor, target.mode
+    descriptor = target.descriptor
+    mode = target.mode
     if target.bundle is not None:
         return Subject(descriptor, mode, None, target.bundle.program, target.bundle.path)
     name = architecture(point.model)
     if name is not None:
         graph = prepare(zoo_graph(name))
         return Subject(descriptor, mode, portable(graph, RESIDENT_CONSTANT_BYTES))
-    path, precision = Path(point.model), cast(Precision, point.precision)
+    path = Path(point.model)
+    precision = cast(Precision, point.precision)
     [shapes, *others] = read_variants(point.shape.split())
     if others:
         raise UserError("--shape names several shape variants, and a sweep is of one; name each input once")

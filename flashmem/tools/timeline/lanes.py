@@ -15,7 +15,8 @@ from flashmem.schedule.loads import Step, TimedInterval
 BarKind = Literal["layer", "idle", "disk", "read", "wait", "copy"]
 """What a bar shows: a layer, the device while it waits for a slice, a read of a cold disk, or a step of a load."""
 
-COMPUTE, DISK = "compute", "disk"
+COMPUTE = "compute"
+DISK = "disk"
 
 _NOTICEABLE = 50e-6
 """Seconds of a delay below which a text does not mention it: a thread needs them to wake up."""
@@ -77,7 +78,7 @@ class Timeline:
 def timeline_of(report: RunReport, title: str, disk: Sequence[TimedInterval] = ()) -> Timeline:
     """The timeline of a traced or predicted run. `disk` has the reads of a cold disk (`Prediction.disk`)."""
     opened = report.ended - report.latency.exec
-    bars = tuple(_moved(_bars(report, disk, opened), opened))
+    bars = tuple(_since_opening(_bars(report, disk, opened), opened))
     found = {bar.lane for bar in bars}
     loaders = sorted({load.thread for load in report.loads})
     order = [DISK, *(lane for n in loaders for lane in (_read_lane(n), _copy_lane(n))), COMPUTE]
@@ -111,7 +112,7 @@ def _bars(report: RunReport, disk: Sequence[TimedInterval], opened: float) -> It
         before = layer.end
 
 
-def _moved(bars: Iterable[Bar], opened: float) -> Iterator[Bar]:
+def _since_opening(bars: Iterable[Bar], opened: float) -> Iterator[Bar]:
     """The bars with times since the session was open."""
     for bar in bars:
         yield replace(bar, start=bar.start - opened, end=bar.end - opened)
@@ -190,7 +191,8 @@ def _memory(memory: MemoryUse, opened: float, start: float, end: float) -> Itera
     """Memory between changes, with times since the session was open, up to `end`."""
     totals = _last_at_each_time((at - opened, nbytes) for at, nbytes in memory.over_time)
     categories = dict[str, int]()
-    changes, taken = memory.changes, 0
+    changes = memory.changes
+    taken = 0
     ends = [*(at for at, _ in totals[1:]), end] if totals else []
     for (at, nbytes), until in zip(totals, ends, strict=True):
         while taken < len(changes) and changes[taken][0] - opened <= at:

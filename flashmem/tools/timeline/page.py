@@ -42,7 +42,9 @@ _KEYS = (
     ("/", "search"),
     ("Enter, n, p", "next and previous match"),
 )
-_LANE, _TITLE, _MEMORY = (32, 24), 34, (280, 190)
+_LANE = (32, 24)
+_TITLE = 34
+_MEMORY = (280, 190)
 """Heights in pixels: of a lane and of a figure of memory, on a page with one row and with more, and of a title."""
 
 _TIP = """<div style="max-width: 34em; white-space: normal; font-size: 12px"><b>@name</b><br>@what<br>@why</div>"""
@@ -80,14 +82,16 @@ def _document(title: str, rows: Sequence[Sequence[Timeline]]) -> Any:
     from bokeh.models import CustomJS, Div, Range1d, Span, TextInput
 
     timelines = [timeline for each in rows for timeline in each]
-    first, last = min(t.busy[0] for t in timelines), max(t.busy[1] for t in timelines)
+    first = min(t.busy[0] for t in timelines)
+    last = max(t.busy[1] for t in timelines)
     margin = 0.02 * max(last - first, 1e-6)
     time = Range1d(1e3 * (first - margin), 1e3 * (last + margin), name="time", min_interval=1e-3)
     most = 1e-6 * max(max(t.peak, t.budget or 0) for t in timelines)
     held = Range1d(0, 1.15 * most or 1, bounds=(0, None))
     crosshair = Span(dimension="height", line_color="#555555", line_dash="dotted", line_width=1)
     kinds = {bar.kind for timeline in timelines for bar in timeline.bars}
-    cells, sources = [], []
+    cells = []
+    sources = []
     small = len(rows) > 1
     for beside in rows:
         drawn = [
@@ -127,7 +131,8 @@ def _figure(time: Range1d, crosshair: Span, **options: Any) -> figure:
     from bokeh.models import CrosshairTool, PanTool, WheelZoomTool
     from bokeh.plotting import figure
 
-    pan, zoom = PanTool(dimensions="width"), WheelZoomTool(dimensions="width")
+    pan = PanTool(dimensions="width")
+    zoom = WheelZoomTool(dimensions="width")
     made = figure(
         x_range=time, tools=[pan, zoom, CrosshairTool(overlay=crosshair)], active_drag=pan, active_scroll=zoom,
         toolbar_location=None, min_border_left=84, min_border_right=16, sizing_mode="stretch_width",

@@ -7,6 +7,7 @@ data. `tests/tools/zoo/test_graphs.py` compares the graphs of GPT-Neo, ViT, Whis
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashmem.base.errors import UserError
@@ -174,7 +175,7 @@ class Vit:
 
 @dataclass(frozen=True)
 class WideVit:
-    """The ViT and, with `mixing`, DeepViT of `flashmem.tools.zoo.vision_transformer`: patches are normalised vectors."""
+    """The ViT and, with `mixing`, DeepViT of vit-pytorch: patches are normalised vectors."""
 
     layers: int
     hidden: int
@@ -267,7 +268,8 @@ class ResNet:
         x = net.op("MaxPool", [x], (1, self.stem, side, side), kernel_shape=(3, 3), strides=(2, 2), pads=(1, 1, 1, 1))
         for stage, (depth, width) in enumerate(zip(self.depths, self.widths, strict=True)):
             for block in range(depth):
-                at, stride = f"stages.{stage}.{block}", 2 if stage and not block else 1
+                at = f"stages.{stage}.{block}"
+                stride = 2 if stage and not block else 1
                 y = net.relu(net.conv(x, f"{at}.0", width // 4, 1, 1, 0))
                 y = net.relu(net.conv(y, f"{at}.1", width // 4, 3, stride, 1))
                 y = net.conv(y, f"{at}.2", width, 1, 1, 0)
@@ -297,7 +299,9 @@ class MobileNet:
         x = net.relu6(net.conv(image, "stem", self.stem, 3, 2, 1))
         for stage, (factor, channels, depth, first) in enumerate(self.stages):
             for block in range(depth):
-                at, before, inside = f"stages.{stage}.{block}", x, factor * x.shape[1]
+                at = f"stages.{stage}.{block}"
+                before = x
+                inside = factor * x.shape[1]
                 stride = 1 if block else first
                 if factor > 1:
                     x = net.relu6(net.conv(x, f"{at}.expand", inside, 1, 1, 0))
@@ -328,7 +332,9 @@ class MobileNetV3:
         net = Net(name)
         x = net.hard_swish(net.conv(net.input("pixel_values", (1, 3, pixels, pixels), "float32"), "stem", self.stem, 3, 2, 1))
         for block, (kernel, inside, channels, squeezes, swish, stride) in enumerate(self.blocks):
-            at, before, activate = f"blocks.{block}", x, net.hard_swish if swish else net.relu
+            at = f"blocks.{block}"
+            before = x
+            activate = net.hard_swish if swish else net.relu
             if inside != x.shape[1]:
                 x = activate(net.conv(x, f"{at}.expand", inside, 1, 1, 0))
             x = activate(net.conv(x, f"{at}.depthwise", inside, kernel, stride, kernel // 2, groups=inside))
@@ -344,9 +350,12 @@ class MobileNetV3:
         return net.finish(net.gemm(x, "classifier", self.classes))
 
 
+Config = GptNeo | TiedDecoder | Llama | Vit | WideVit | WhisperEncoder | ResNet | MobileNet | MobileNetV3
+
+
 @dataclass(frozen=True)
 class _Known:
-    config: GptNeo | TiedDecoder | Llama | Vit | WideVit | WhisperEncoder | ResNet | MobileNet | MobileNetV3
+    config: Config
     size: int  # tokens, frames, or pixels a side
     source: str
 
@@ -383,15 +392,41 @@ _ZOO = {
 }
 
 
-def zoo_graph(name: str) -> Graph:
-    """The graph of a known architecture as the importer would make it: before decomposition, batch 1, default size.
+def zoo_graph(name: str, size: int | None = None) -> Graph:
+    """The graph of a known architecture as the importer would make it: before decomposition, batch 1, for inputs of `size` or
+    the model's own.
 
     Raises:
-        UserError: no such architecture.
+        UserError: no such architecture, or a size that it cannot take.
     """
     check_architecture(name)
     known = _ZOO[name]
-    return known.config.graph(name, known.size)
+    if size is None:
+        return known.config.graph(name, known.size)
+    unit, step = _sizes(known.config)
+    if size < 1 or size % step:
+        raise UserError(f"the size of {name} is a positive multiple of {step} {unit}, not {size}")
+    return known.config.graph(name, size)
+
+
+def architectures() -> Iterator[tuple[str, str, str]]:
+    """Name, size of the input with its unit, and source of each architecture."""
+    for name, known in _ZOO.items():
+        unit, _ = _sizes(known.config)
+        yield name, f"{known.size} {unit}", known.source
+
+
+def _sizes(config: Config) -> tuple[str, int]:
+    """The unit of the size of an input, and what it is a multiple of."""
+    match config:
+        case GptNeo() | TiedDecoder() | Llama():
+            return "tokens", 1
+        case WhisperEncoder():
+            return "frames", 2
+        case Vit() | WideVit():
+            return "pixels", config.patch
+        case _:
+            return "pixels", 32
 
 
 def check_architecture(name: str) -> None:

@@ -172,7 +172,9 @@ class Net:
 
     def unbind(self, x: Value) -> list[Value]:
         """The slices of `x` along its first dimension."""
-        one, rest, parts = self.integers([0]), x.shape[1:], []
+        one = self.integers([0])
+        rest = x.shape[1:]
+        parts = []
         for at in range(x.shape[0]):
             part = self.op("Slice", [x, self.integers([at]), self.integers([at + 1]), one], (1, *rest))
             parts.append(self.op("Squeeze", [part, one], rest))

@@ -21,7 +21,7 @@ DEVICES = [device.descriptor_name for device in list_devices()]
 def _descriptor(device: str, way: str, folder: Path) -> str:
     """A file with the descriptor of `device` that multiplies and adds by `way`."""
     text = (ROOT / f"devices/{device}.toml").read_text()
-    kept = "\n".join(line for line in text.splitlines() if not line.startswith(("tuned", "capacity_model")))
+    kept = "\n".join(line for line in text.splitlines() if not line.startswith(("tuned", "counted", "capacity_model")))
     file = folder / f"{device}.toml"
     file.write_text(f'{kept}\n[code]\nmultiply_add = "{way}"\n')
     return str(file)

@@ -30,7 +30,7 @@ from flashmem.compiler.operators import why_unsupported
 from flashmem.compiler.passes.fusion import fuse
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.compiler.stages.pipeline import generate
-from flashmem.program.program import Program
+from flashmem.program.program import Launch, Program
 from flashmem.target.descriptor import load_descriptor
 from tests.support.compared import PLACES, require_right
 from tests.support.inputs import KINDS
@@ -188,67 +188,81 @@ def _checked(graph: Graph, precision: Any, monkeypatch: pytest.MonkeyPatch) -> G
     return made
 
 
-def _play(graph: Graph, program: Program, begins: Sequence[tuple[FusionGroup, int]], names: Mapping[Value, str]) -> None:
-    tensors = {t.name: t for t in program.tensors}
-    elements = _Elements(graph)
-    memory = np.zeros(program.arena_bytes, np.int64)
+class _Memory:
+    """The arena of a program. For each byte, the number of the element that it belongs to."""
 
-    def bytes_of(value: Value, name: str) -> tuple[slice, Array]:
+    def __init__(self, graph: Graph, program: Program) -> None:
+        self.tensors = {t.name: t for t in program.tensors}
+        self.elements = _Elements(graph)
+        self.bytes = np.zeros(program.arena_bytes, np.int64)
+
+    def place(self, value: Value, name: str) -> tuple[slice, Array]:
         """The place of the value, and the elements that its bytes belong to."""
-        stored = tensors[name]
+        stored = self.tensors[name]
         size = ITEMSIZE[stored.dtype]
-        whose = (elements.of[value].reshape(-1, 1) * 8 + np.arange(size)).reshape(-1)
+        whose = (self.elements.of[value].reshape(-1, 1) * 8 + np.arange(size)).reshape(-1)
         return slice(stored.offset, stored.offset + whose.size), whose
 
-    def expect(value: Value, name: str, about: str) -> None:
-        where, whose = bytes_of(value, name)
-        assert np.array_equal(memory[where], whose), f"{about} finds something else where {value.name} should be"
+    def expect(self, value: Value, name: str, about: str) -> None:
+        where, whose = self.place(value, name)
+        assert np.array_equal(self.bytes[where], whose), f"{about} finds something else where {value.name} should be"
 
-    def fill(value: Value, name: str) -> None:
-        where, whose = bytes_of(value, name)
-        memory[where] = whose
+    def fill(self, value: Value, name: str) -> None:
+        where, whose = self.place(value, name)
+        self.bytes[where] = whose
 
+    def copy_part(self, value: Value, name: str, axis: int, begin: int, end: int) -> None:
+        """Fill the part of `value` from `begin` to `end` along `axis`."""
+        region = np.zeros(value.shape, bool)
+        np.moveaxis(region, axis, 0)[begin:end] = True
+        where, whose = self.place(value, name)
+        chosen = np.repeat(region.reshape(-1), whose.size // value.size)
+        self.bytes[where] = np.where(chosen, whose, self.bytes[where])
+
+
+def _play(graph: Graph, program: Program, begins: Sequence[tuple[FusionGroup, int]], names: Mapping[Value, str]) -> None:
+    memory = _Memory(graph, program)
     for port, given_port in zip(program.inputs, graph.inputs, strict=True):
         if port.tensor is not None:
-            fill(given_port.value, port.tensor)
+            memory.fill(given_port.value, port.tensor)
     ends = [start for _, start in begins[1:]] + [len(program.launches)]
     for (group, start), end in zip(begins, ends, strict=True):
         launches = program.launches[start:end]
-        output = group.output
-        if output not in elements.of:
-            elements.of[output] = elements.of[group.main.input(0)].reshape(output.shape)
+        if group.output not in memory.elements.of:
+            memory.elements.of[group.output] = memory.elements.of[group.main.input(0)].reshape(group.output.shape)
         asked = {str(arg.value) for launch in launches for arg in launch.args if arg.kind == "tensor"}
         if group.main.op == "Concat":
-            at = 0
-            for i, part in enumerate(value for value in group.main.inputs if value is not None):
-                if any(launch.name.endswith(f"[{i}]") for launch in launches):
-                    expect(part, names[part], f"the copy of part {i} for {output.name}")
-                    assert names[part] in asked and names[output] in asked
-                    region = np.zeros(output.shape, bool)
-                    axis = group.main.attributes["axis"]
-                    region[
-                        tuple(slice(at, at + part.shape[axis]) if d == axis else slice(None) for d in range(region.ndim))
-                    ] = True
-                    where, whose = bytes_of(output, names[output])
-                    chosen = np.repeat(region.reshape(-1), whose.size // output.size)
-                    memory[where] = np.where(chosen, whose, memory[where])
-                at += part.shape[group.main.attributes["axis"]]
-            if output in names:  # otherwise only parts of it are read
-                expect(output, names[output], f"{output.name}, once made,")
+            _play_concatenation(memory, group, launches, asked, names)
             continue
         for value in group.read():
             if value.constant is None and unreshaped(value).constant is None:
-                expect(value, names[value], f"group {group.main.name}")
+                memory.expect(value, names[value], f"group {group.main.name}")
                 assert names[value] in asked
         for value in group.written:
             assert names[value] in asked
-            fill(value, names[value])
+            memory.fill(value, names[value])
     for result, port in zip(program.outputs, graph.outputs, strict=True):
         if result.tensor is not None:
-            expect(port.value, result.tensor, "the host")
+            memory.expect(port.value, result.tensor, "the host")
     used = {name for name in (port.tensor for port in program.outputs) if name is not None}
-    spans = sorted((tensors[name].offset, tensors[name].offset + tensors[name].nbytes) for name in used)
+    spans = sorted((memory.tensors[name].offset, memory.tensors[name].offset + memory.tensors[name].nbytes) for name in used)
     assert all(end <= start for (_, end), (start, _) in pairwise(spans)), "results share memory"
+
+
+def _play_concatenation(
+    memory: _Memory, group: FusionGroup, launches: Sequence[Launch], asked: set[str], names: Mapping[Value, str]
+) -> None:
+    output = group.output
+    axis = group.main.attributes["axis"]
+    at = 0
+    for i, part in enumerate(value for value in group.main.inputs if value is not None):
+        if any(launch.name.endswith(f"[{i}]") for launch in launches):
+            memory.expect(part, names[part], f"the copy of part {i} for {output.name}")
+            assert names[part] in asked and names[output] in asked
+            memory.copy_part(output, names[output], axis, at, at + part.shape[axis])
+        at += part.shape[axis]
+    if output in names:  # otherwise only parts of it are read
+        memory.expect(output, names[output], f"{output.name}, once made,")
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["where-needed", "everywhere"])

@@ -58,7 +58,7 @@ def described(device: str, memory_path: str, folder: Path) -> str:
     text = (ROOT / "devices" / f"{device}.toml").read_text()
     for name, size in (("rows", 2), ("columns", 8), ("vector", 4)):
         text = re.sub(rf"^{name} = \d+", f"{name} = {size}", text, flags=re.MULTILINE)
-    text = re.sub(r"^(capacity_model|tuned).*", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^(capacity_model|counted|tuned).*", "", text, flags=re.MULTILINE)
     small = folder / f"{device}-small.toml"
     small.write_text(text)
     return str(small)

@@ -13,7 +13,7 @@ from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.kernels.attention.configs import SharedWeightsConfig
 from flashmem.compiler.kernels.contraction.configs import CONTRACTIONS, PlainContraction
 from flashmem.compiler.selection.configs import choose, estimates
-from flashmem.planning.capacity.compiled import CODE, KernelCode, load_codes
+from flashmem.compiler.selection.counted_code import CODE, KernelCode, load_codes
 from flashmem.target.descriptor import DeviceDescriptor, load_descriptor
 from flashmem.target.registers import RegisterFile
 
@@ -37,7 +37,7 @@ def contractions(device: str) -> list[tuple[KernelCode, PlainContraction]]:
 
 def uncounted(device: str) -> DeviceDescriptor:
     """The device without counted code."""
-    return replace(load_descriptor(device), pipelines=None, capacity_model="")
+    return replace(load_descriptor(device), pipelines=None, counted="")
 
 
 @pytest.mark.parametrize("device", COUNTED)

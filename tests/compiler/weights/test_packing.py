@@ -191,7 +191,7 @@ def small_images(name: str, folder: Path) -> str:
     for key, number in numbers.items():
         text = re.sub(rf"^{key} = \d+", f"{key} = {number}", text, flags=re.MULTILINE)
     small = folder / f"{name}.toml"
-    small.write_text(re.sub(r"^(capacity_model|tuned) .*", "", text, flags=re.MULTILINE))
+    small.write_text(re.sub(r"^(capacity_model|counted|tuned) .*", "", text, flags=re.MULTILINE))
     return str(small)
 
 

@@ -159,7 +159,9 @@ def evaluate(node: onnx.NodeProto, operands: Sequence[Value | None], opset: int,
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         inputs = list(dict.fromkeys(value for value in operands if value is not None))
-        _require_defined(node, [value for value in operands if value is not None])
+        given = [value for value in operands if value is not None]
+        _require_defined_numbers(node, given)
+        _require_defined_windows(node, given)
         own = _wrapped_gemm(node, operands) or _by_runtime(node, [value.own for value in inputs], opset)
         reference = _reference(node, inputs, opset)
         exact = reference([value.exact for value in inputs])
@@ -204,8 +206,8 @@ def _rounded_steps(
     return [answer.exact for answer in made], [[answer.noisy[i] for answer in made] for i in range(_SAMPLES)]
 
 
-def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
-    """Raise RejectedNodeError if ONNX leaves the result undefined, or implementations are known to differ."""
+def _require_defined_numbers(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
+    """Raise RejectedNodeError if ONNX leaves a number undefined, or implementations are known to differ in it."""
     op = node.op_type
     if op in ("Div", "Mod") and not inputs[1].is_float:
         divisor, dividend = inputs[1].own, inputs[0].own
@@ -217,8 +219,6 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
             raise RejectedNodeError("the sign of a computed zero")
     if op == "Pow" and inputs[1].own.dtype.kind == "i" and not inputs[0].is_float and (inputs[1].own < 0).any():
         raise RejectedNodeError("an integer to a negative power")
-    if op in ("MaxPool", "GlobalMaxPool") and np.isnan(inputs[0].exact).any():
-        raise RejectedNodeError("ONNX Runtime drops NaN, the reference evaluator keeps it")
     if op == "BitShift" and (inputs[1].own >= 8 * inputs[0].own.dtype.itemsize).any():
         raise RejectedNodeError("a shift past the width")
     if op == "Cast" and inputs[0].is_float:
@@ -233,7 +233,6 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
             x = inputs[0].exact
             if not np.isfinite(x).all() or ((x <= float(limits.min) - 1) | (x >= float(limits.max))).any():
                 raise RejectedNodeError("a float cast to an integer that cannot hold it")
-
     if op == "Shrink" and inputs[0].dtype != "float32":
         raise RejectedNodeError("fractions in narrower types: ONNX's definition rounds them, ONNX Runtime the result")
     if op in ("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual") and _rounding.eps.get(inputs[0].dtype, 0) > 1e-5:
@@ -241,6 +240,13 @@ def _require_defined(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
         near = np.abs(one - other) <= 4 * _rounding.eps[inputs[0].dtype] * np.maximum(np.abs(one), np.abs(other))
         if near.any() and not all(value.leaf for value in inputs):
             raise RejectedNodeError("rounding decides, and float32 keeps more of it")
+
+
+def _require_defined_windows(node: onnx.NodeProto, inputs: Sequence[Value]) -> None:
+    """Raise RejectedNodeError if implementations are known to differ in windows or sequences over such values."""
+    op = node.op_type
+    if op in ("MaxPool", "GlobalMaxPool") and np.isnan(inputs[0].exact).any():
+        raise RejectedNodeError("ONNX Runtime drops NaN, the reference evaluator keeps it")
     if op in ("MaxPool", "GlobalMaxPool") and inputs[0].is_float and np.isnan(inputs[0].own.astype(np.float64)).any():
         raise RejectedNodeError("NaN in a window: ONNX Runtime drops some")
     if (op.endswith("Pool") or op.startswith("Conv")) and not all(value.own.size for value in inputs):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.clock import Moves, TimingModel, clock_of
 from flashmem.planning.arithmetic.release_times import earliest_releases, final_releases, held_bytes, in_turn, released_late
-from flashmem.planning.latency.backfill import filled
+from flashmem.planning.latency.backfill import backfill
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.latency.first_answer import first_plan, forced_preload, smallest_m_peak
 from flashmem.schedule.instance import Instance, WeightSpec
@@ -69,7 +69,7 @@ def test_filling_and_closing_keep_memory_and_the_answer(instance: Instance) -> N
     forced = forced_preload(instance)
     for releases, moves in list(every_plan(instance))[:6]:
         before = clock_of(instance, releases, moves).seconds
-        full, moves = filled(instance, releases, moves, instance.m_peak)
+        full, moves = backfill(instance, releases, moves, instance.m_peak)
         assert int(held_bytes(instance, full, moves).max(initial=0)) <= instance.m_peak
         assert clock_of(instance, full, moves).seconds <= before + 1e-9
         closed, clock = final_releases(TimingModel(instance, moves), forced, full)

@@ -10,7 +10,7 @@ from flashmem.base.errors import BudgetError
 from flashmem.base.types import POOL_ALIGNMENT, TEXEL_BYTES, Channel
 from flashmem.planning.baselines import WeightedOperator
 from flashmem.planning.budget import with_staging_that_fits
-from flashmem.planning.latency.first_answer import judged
+from flashmem.planning.latency.first_answer import judge_first_answer
 from flashmem.planning.memory.layout import lay_out_pools
 from flashmem.planning.portfolio import fastest_within
 from flashmem.planning.problem import roomiest
@@ -194,7 +194,7 @@ def slot_findings(case: SlotCase) -> tuple[str, list[str]]:
         if layout_of(plan).total_bytes > smallest or not exists(smallest, works):
             found.append(f"no plan exists in the budget that it names: {refusal}")
         return "refused, slots exist" if exists(case.budget, instance) else "refused", found
-    plan = judged(roomiest(within, plan, case.budget), plan)
+    plan = judge_first_answer(roomiest(within, plan, case.budget), plan)
     layout = layout_of(plan)
     found = broken_slots(case, plan, layout)
     if layout.total_bytes > case.budget:

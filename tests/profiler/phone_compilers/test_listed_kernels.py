@@ -12,7 +12,7 @@ from flashmem.compiler.configs.listed import listed_configs
 from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.kernels.contraction.configs import PlainContraction
 from flashmem.compiler.selection.configs import candidates, choose
-from flashmem.planning.capacity.compiled import cycles_of
+from flashmem.compiler.selection.counted_code import cycles_of
 from flashmem.profiler.phone_compilers.cases import (
     CONTRACTIONS,
     family_kernels_of,
@@ -168,6 +168,9 @@ def test_code_of_every_config(device: str) -> None:
     report = examine({**kernels, **family_kernels_of(descriptor)}, gpu)
     assert _broken(report) == KNOWN[gpu.driver], report.table()
     report = replace(report, kernels=tuple(each for each in report.kernels if each.kernel in kernels), failures={})
-    for about in (descriptor, replace(descriptor, pipelines=None, capacity_model="")):  # by counted code, and without it
+    for about in (
+        descriptor,
+        replace(descriptor, pipelines=None, capacity_model="", counted=""),
+    ):  # by counted code, and without it
         for workload in WORKLOADS:
             _check_choice(about, workload, report)

@@ -80,7 +80,7 @@ def test_instructions_of_adreno(line: str, counted: dict[str, int]) -> None:
 def test_instructions_of_mali(line: str, counted: dict[str, int]) -> None:
     names = ("instructions", "slots", "macs", "load_bytes", "loads", "textures", "local", "stack")
     expected = {**dict.fromkeys(names, 0), "instructions": 1, "slots": 1, **counted}
-    assert mali._counted([line, ""]) == LoopStatistics(**expected)
+    assert mali._count([line, ""]) == LoopStatistics(**expected)
 
 
 def test_a_loop_counts_without_the_loops_inside_it() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from flashmem.base.child_processes import end_with
 from flashmem.base.errors import RunError
-from flashmem.interpreter.launch import interpreted
+from flashmem.interpreter.launch import interpret_kernel
 from flashmem.runtime.checking import check
 from flashmem.runtime.checking.drawing import DRAWS
 from flashmem.runtime.checking.trial import Trial
@@ -49,7 +49,7 @@ def _answer(device: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 def _differs(context: Context, trial: Trial, options: list[str], text: str) -> bool:
     """Whether the changed kernel writes other bits than the right one."""
-    launch = check.TrialRun(context, trial, interpreted(trial.text, trial.name, check.forms(context, trial.text)))
+    launch = check.TrialRun(context, trial, interpret_kernel(trial.text, trial.name, check.forms(context, trial.text)))
     right, changed = context.build(trial.text, options), context.build(text, options)
     for draw in range(len(DRAWS)):
         results = [launch.results_of(program, draw) for program in (right, changed)]

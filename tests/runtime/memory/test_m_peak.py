@@ -96,7 +96,7 @@ def test_what_a_limit_leaves_over_stays_for_later_runs(mode: TransferMode, tmp_p
 def _apart(folder: Path) -> str:
     """The descriptor of PoCL as a device that shares no memory with its host."""
     text = resources.read_text("devices", "pocl.toml").replace("[modes]", "loader_threads = 3\n\n[modes]")
-    text = re.sub(r"(?m)^(capacity_model|tuned) = .*\n", "", text)
+    text = re.sub(r"(?m)^(capacity_model|counted|tuned) = .*\n", "", text)
     text = re.sub(r"(?m)^buffer = .*$", 'buffer = ["dma", "interleave"]', text)
     (folder / "apart.toml").write_text(text.replace("shares_memory = true", "shares_memory = false"))
     return str(folder / "apart.toml")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmem.runtime.memory.pressure import QUIET_SECONDS, STEP, Follower, PressureState, Sample, sample, wanted
+from flashmem.runtime.memory.pressure import QUIET_SECONDS, STEP, Follower, PressureState, Sample, next_budget, sample
 
 GB = 1 << 30
 
@@ -58,25 +58,25 @@ def test_cgroups_of_version_1_and_systems_without_any(tmp_path: Path) -> None:
 
 
 def test_the_budget_falls_at_once_and_rises_late() -> None:
-    state = wanted(PressureState(None, 0.0), Sample(0.0, GB, 0.0, 0))
+    state = next_budget(PressureState(None, 0.0), Sample(0.0, GB, 0.0, 0))
     assert state.budget is not None and abs(state.budget - 0.9 * GB) <= STEP
-    fallen = wanted(state, Sample(1.0, GB // 2, 0.0, 0))
+    fallen = next_budget(state, Sample(1.0, GB // 2, 0.0, 0))
     assert fallen.budget is not None and abs(fallen.budget - 0.45 * GB) <= STEP
-    pressed = wanted(fallen, Sample(2.0, GB // 2, 25.0, GB // 4))
+    pressed = next_budget(fallen, Sample(2.0, GB // 2, 25.0, GB // 4))
     assert pressed.budget is not None and abs(pressed.budget - 0.75 * GB / 4) <= STEP
-    again = wanted(pressed, Sample(3.0, GB, 0.0, 0))
+    again = next_budget(pressed, Sample(3.0, GB, 0.0, 0))
     assert again.budget == pressed.budget, "it was just under pressure"
-    risen = wanted(again, Sample(2.0 + QUIET_SECONDS, GB, 0.0, 0))
+    risen = next_budget(again, Sample(2.0 + QUIET_SECONDS, GB, 0.0, 0))
     assert risen.budget == state.budget
-    assert wanted(risen, Sample(60.0, int(1.1 * GB), 0.0, 0)).budget == risen.budget, "an eighth more, or nothing"
-    assert wanted(risen, Sample(60.0, None, 0.0, 0)).budget == risen.budget
+    assert next_budget(risen, Sample(60.0, int(1.1 * GB), 0.0, 0)).budget == risen.budget, "an eighth more, or nothing"
+    assert next_budget(risen, Sample(60.0, None, 0.0, 0)).budget == risen.budget
 
 
 def test_what_it_holds_itself_does_not_move_it() -> None:
-    state = wanted(PressureState(None, 0.0), Sample(0.0, GB, 0.0, 0))
+    state = next_budget(PressureState(None, 0.0), Sample(0.0, GB, 0.0, 0))
     for second in range(1, 60):
         held = GB // 2 if second % 2 else 0
-        state = wanted(state, Sample(float(second), GB - held, 0.0, held))
+        state = next_budget(state, Sample(float(second), GB - held, 0.0, held))
         assert state.budget is not None and 0.89 * GB <= state.budget <= 0.96 * GB
 
 

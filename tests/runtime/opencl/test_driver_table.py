@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         return TABLE
 
     monkeypatch.setattr(driver_table, "installed_drivers", lambda: dict(DRIVERS))
-    monkeypatch.setattr(driver_table, "_listed", listed)
+    monkeypatch.setattr(driver_table, "_list_apart", listed)
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
     return calls
@@ -141,7 +141,7 @@ def test_all_drivers_are_loaded_where_the_table_cannot_help(asked: list[list[str
     monkeypatch.setenv(VARIABLE, "/somewhere")
     assert driver_of("pocl") is None and not asked
     monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(driver_table, "_listed", lambda drivers: None)  # a driver crashes
+    monkeypatch.setattr(driver_table, "_list_apart", lambda drivers: None)  # a driver crashes
     assert driver_of("pocl") is None
     monkeypatch.setattr(driver_table, "installed_drivers", lambda: {"00-a.icd": "liba.so"})
     assert driver_of("pocl") is None

@@ -158,13 +158,15 @@ def test_compiling_for_a_phone_names_the_budget_that_works(tmp_path: Path) -> No
 
 
 def test_a_bundle_names_no_folder_of_the_machine_that_compiled(tmp_path: Path) -> None:
-    text = (ROOT / "devices/adreno740.toml").read_text().replace('"adreno740"', '"mine"')  # its name and its capacity model
+    text = (
+        (ROOT / "devices/adreno740.toml").read_text().replace('"adreno7', '"mine7')
+    )  # its name, its capacity model and its counts
     (tmp_path / "mine.toml").write_text(text)
     descriptor = load_descriptor(str(tmp_path / "mine.toml"))
     assert Path(descriptor.capacity_model).is_absolute()
-    assert (descriptor.portable.capacity_model, descriptor.portable.tuned) == ("mine", "")
+    assert (descriptor.portable.capacity_model, descriptor.portable.tuned) == ("mine7xx", "")
     model = default_model(descriptor.portable, "texture")
-    assert isinstance(model, Roofline) and "the trained model mine is not here" in model.note
+    assert isinstance(model, Roofline) and "the trained model mine7xx is not here" in model.note
 
 
 @pytest.mark.parametrize(("here", "told"), [("avx512", False), ("avx2", True), ("sse", True), ("", False)])

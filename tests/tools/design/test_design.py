@@ -31,7 +31,7 @@ from flashmem.tools.design.application import (
 )
 from flashmem.tools.design.metrics import Candidate, Profile
 from flashmem.tools.design.rass import optimality, solve
-from flashmem.tools.design.writer import described, solved
+from flashmem.tools.design.writer import describe, solved
 from tests.support.command_line import Command, command_line
 from tests.support.paths import DATA
 
@@ -106,7 +106,7 @@ def test_rass_keeps_what_an_exhaustive_search_finds() -> None:
     assert metrics.memory(answer.decisions[roles["least memory"]]) == min(map(metrics.memory, kept))
     assert metrics.workload(answer.decisions[roles["lightest"]]) == min(map(metrics.workload, kept))
     for used in answer.solution.sets:
-        on_it = [row for row in allowed if set(metrics.mapping(answer.decisions[row])) == set(used)]
+        on_it = [row for row in allowed if set(metrics.processors_of(answer.decisions[row])) == set(used)]
         best = roles[f"best on {' and '.join(used)}"]
         assert scores[best] == max(scores[row] for row in on_it)
     assert len(designs) <= 5
@@ -129,7 +129,7 @@ def test_a_policy_has_the_shape_of_the_papers_and_an_answer_for_every_state() ->
     answer = solved(application(1), SEEING)
     rules = [(*rule.sets, rule.memory) for rule in answer.solution.policy]
     assert rules == [(False, None, False), (True, False, False), (True, True, False), (True, True, True), (None, None, True)]
-    designs = described(answer)
+    designs = describe(answer)
     for gpu, cpu, memory in itertools.product((False, True), repeat=3):
         troubled = frozenset(name for name, so in (("gpu", gpu), ("cpu", cpu)) if so)
         chosen = designs.designs[designs.choose(DeviceState(troubled, memory))]
@@ -145,7 +145,7 @@ def test_sets_of_processors_are_those_that_can_be_switched_to() -> None:
     hearing = [candidate("hear", "m", where, ms, 100, 100, 0.8) for where, ms in (("gpu", 8), ("cpu", 9), ("npu", 30))]
     answer = solved(application(2), [*seeing, *hearing])
     assert [set(each) for each in answer.solution.sets] == [{"gpu", "cpu"}, {"gpu"}, {"cpu"}]
-    designs = described(answer)
+    designs = describe(answer)
     for troubled in ({"cpu"}, {"gpu"}):
         chosen = designs.designs[designs.choose(DeviceState(frozenset(troubled)))]
         assert not troubled & {part.processor for part in chosen.parts}

@@ -14,7 +14,7 @@ from PIL import Image
 
 from examples import text_direction
 from flashmem.base.errors import UserError
-from flashmem.tools.inputs.classes import Classes, Labels, find_labels, likeliest
+from flashmem.tools.inputs.classes import Classes, Labels, find_labels, likeliest_classes
 from flashmem.tools.inputs.description import describe
 from flashmem.tools.inputs.prepare import Given, prepare
 from tests.support.caches import empty_bundle_cache
@@ -60,26 +60,26 @@ def test_probabilities_are_made_only_of_what_is_none() -> None:
     logits = np.array([[1.0, 3.0, -2.0]], np.float32)
     labels = Labels(("a", "b", "c"))
     soft = np.exp(logits[0] - 3) / np.exp(logits[0] - 3).sum()
-    found = likeliest({"y": logits}, labels)
+    found = likeliest_classes({"y": logits}, labels)
     assert found is not None and found.how == "softmax of the output"
     assert [(index, label) for _, index, label in found.rows] == [(1, "b"), (0, "a"), (2, "c")]
     np.testing.assert_allclose([chance for chance, _, _ in found.rows], np.sort(soft)[::-1], rtol=1e-6)
-    given = likeliest({"y": soft[None], "hidden": np.zeros((1, 4, 5), np.float32)}, labels)
+    given = likeliest_classes({"y": soft[None], "hidden": np.zeros((1, 4, 5), np.float32)}, labels)
     assert given is not None and given.how == "probabilities as the model gives them"
     np.testing.assert_allclose([row[0] for row in given.rows], np.sort(soft)[::-1])
-    several = likeliest({"y": logits}, Labels(labels.names, True))
+    several = likeliest_classes({"y": logits}, Labels(labels.names, True))
     assert several is not None and several.how == "sigmoid of the output"
     np.testing.assert_allclose(several.rows[0][0], 1 / (1 + np.exp(-3)))
 
 
 def test_an_output_of_no_classes_has_none() -> None:
     vector = np.array([[1.0, 3.0, -2.0]], np.float32)
-    assert likeliest({"y": vector}, Labels()) is None  # an embedding as well may be three numbers
-    assert likeliest({"y": vector}, Labels(("a", "b"))) is None
-    assert likeliest({"y": vector, "z": vector}, Labels(("a", "b", "c"))) is None
-    assert likeliest({"y": np.full((1, 3), np.nan, np.float32)}, Labels(("a", "b", "c"))) is None
+    assert likeliest_classes({"y": vector}, Labels()) is None  # an embedding as well may be three numbers
+    assert likeliest_classes({"y": vector}, Labels(("a", "b"))) is None
+    assert likeliest_classes({"y": vector, "z": vector}, Labels(("a", "b", "c"))) is None
+    assert likeliest_classes({"y": np.full((1, 3), np.nan, np.float32)}, Labels(("a", "b", "c"))) is None
     many = np.full((1, 8), 1 / 8, np.float32)
-    assert likeliest({"y": many}, Labels()) == Classes(
+    assert likeliest_classes({"y": many}, Labels()) == Classes(
         "y", "probabilities as the model gives them", tuple((0.125, index, f"class {index}") for index in range(5))
     )
 

@@ -32,7 +32,9 @@ from flashmem.compiler.frontend.contrib import (
 from flashmem.compiler.frontend.contrib.expansion import STATE, Expand, Expansion, RefusedError, UnknownShapeError
 from flashmem.compiler.ir.limits import nodes_of
 
-DOMAIN, CLASSICAL, OWN = "com.microsoft", "ai.onnx.ml", "flashmem"
+DOMAIN = "com.microsoft"
+CLASSICAL = "ai.onnx.ml"
+OWN = "flashmem"
 """Domains of expanded operators: ONNX Runtime's, ONNX's for classical models, and the one of files that flashmem writes."""
 
 _EXPANSIONS: dict[str, Expand] = {}

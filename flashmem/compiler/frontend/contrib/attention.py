@@ -145,7 +145,8 @@ def project_and_attend(
     sizes = [int(size) for size in e.numbers("qkv_hidden_sizes")] or [columns // 3] * 3
     if len(sizes) != 3 or sum(sizes) != columns or sizes[0] != sizes[1] or any(size < 1 or size % heads for size in sizes):
         raise RefusedError(f"with {heads} heads and hidden sizes {sizes} over weights of {columns} columns")
-    size, value_size = sizes[0] // heads, sizes[2] // heads
+    size = sizes[0] // heads
+    value_size = sizes[2] // heads
     starts = (0, sizes[0], 2 * sizes[0])
     query, key, value = (
         split_heads(e, e.part(projected, 2, start, start + wide), batch, length, heads, wide // heads)
@@ -159,7 +160,8 @@ def project_and_attend(
         if value_size != size:
             raise RefusedError("with past state and values of another size")
         old = [e.reshape(e.part(earlier, 0, i, i + 1), batch, heads, before, size) for i in (0, 1)]
-        key, value = join(e, old[0], key), join(e, old[1], value)
+        key = join(e, old[0], key)
+        value = join(e, old[1], value)
     total = before + length
     present = None
     if e.wants(1):
@@ -203,7 +205,8 @@ def _multi_head(e: Expansion) -> list[ir.Value | None]:
         past = e.ranked(6, 4)[2]
         e.expect(6, (batch, heads, past, size))
         e.expect(7, (batch, heads, past, value_size))
-        key, value = join(e, earlier, key), join(e, e.input(7), value)
+        key = join(e, earlier, key)
+        value = join(e, e.input(7), value)
     total = past + new
     if e.integer("unidirectional", 0) and new != length:
         raise RefusedError(f"that is unidirectional, of {length} queries and {new} keys,")
@@ -250,11 +253,13 @@ def _keys(e: Expansion, heads: int, batch: int, size: int, width: int) -> tuple[
         return key, value, new, size
     if len(shape) == 4:  # they already have the form of past state, and no bias
         e.refuse_input(3)
-        new, value_size = shape[2], e.ranked(2, 4)[3]
+        new = shape[2]
+        value_size = e.ranked(2, 4)[3]
         e.expect(1, (batch, heads, new, size))
         e.expect(2, (batch, heads, new, value_size))
         return e.input(1), e.input(2), new, value_size
-    new, value_width = shape[1], e.ranked(2, 3)[2]
+    new = shape[1]
+    value_width = e.ranked(2, 3)[2]
     value_size = _head_size(value_width, heads)
     e.expect(1, (batch, new, width))
     e.expect(2, (batch, new, value_width))

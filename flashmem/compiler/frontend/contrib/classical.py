@@ -14,7 +14,8 @@ _FLOATS = ("float32", "float64", "int32", "int64")  # the types of inputs that S
 
 def _scaler(e: Expansion) -> Sequence[ir.Value | None]:
     """(x - offset) * scale, with one offset and one scale or as many as the last dimension, in float32."""
-    x, columns = e.input(0), e.ranked(0, 1, 2)[-1]
+    x = e.input(0)
+    columns = e.ranked(0, 1, 2)[-1]
     if e.dtype(x).name not in _FLOATS:
         raise RefusedError(f"of {e.dtype(x)}")
     value = e.cast(x, ir.DataType.FLOAT)

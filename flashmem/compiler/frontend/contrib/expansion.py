@@ -178,7 +178,8 @@ class Expansion:
     def tensor(self, tensor: ir.TensorProtocol) -> ir.Value:
         """A constant with the data of `tensor`, in memory or in a file."""
         made = self.op("Constant", value=tensor)
-        made.const_value, made.dtype = tensor, tensor.dtype
+        made.const_value = tensor
+        made.dtype = tensor.dtype
         return made
 
     def integers(self, *values: int) -> ir.Value:

@@ -15,13 +15,15 @@ def gelu(e: Expansion, value: ir.Value, approximate: str = "none") -> ir.Value:
 
 
 def _matmul(e: Expansion) -> list[ir.Value]:
-    a, b = _operand(e, 0, "A"), _operand(e, 1, "B")
+    a = _operand(e, 0, "A")
+    b = _operand(e, 1, "B")
     return [e.scaled(e.op("MatMul", a, b), e.number("alpha", 1.0), e.input(0))]
 
 
 def _operand(e: Expansion, index: int, name: str) -> ir.Value:
     """An operand of FusedMatMul: dimension 0 moved behind the batch, then the last two exchanged, as its attributes request."""
-    value, rank = e.input(index), len(e.shape(e.input(index)))
+    value = e.input(index)
+    rank = len(e.shape(e.input(index)))
     order = list(range(rank))
     if e.integer(f"transBatch{name}", 0) and rank > 2:
         order = [*order[1:-1], 0, order[-1]]
@@ -53,7 +55,8 @@ def _named_activation(e: Expansion, value: ir.Value) -> ir.Value:
 
 def _listed_activation(e: Expansion, value: ir.Value) -> ir.Value:
     """The activation of FusedConv, whose parameters are a list."""
-    names, numbers = _PARAMETERS.get(e.text("activation", ""), ()), e.numbers("activation_params")
+    names = _PARAMETERS.get(e.text("activation", ""), ())
+    numbers = e.numbers("activation_params")
     if len(numbers) > len(names):
         raise RefusedError(f"with {len(numbers)} activation_params")
     return _activated(e, value, dict(zip(names, numbers, strict=False)))
@@ -68,7 +71,8 @@ def _activated(e: Expansion, value: ir.Value, parameters: dict[str, float]) -> i
         raise RefusedError(f"with activation {name}")
     parameters = {key: number for key, number in parameters.items() if key in _PARAMETERS[name]}
     if name == "Clip" and e.opset >= 11:
-        low, high = parameters.get("min"), parameters.get("max")
+        low = parameters.get("min")
+        high = parameters.get("max")
         return e.op("Clip", value, *(None if bound is None else e.constant(bound, e.input(0)) for bound in (low, high)))
     return e.op(name, value, **parameters)
 

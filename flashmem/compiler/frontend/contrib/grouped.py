@@ -31,7 +31,8 @@ def _group_query(e: Expansion) -> list[ir.Value | None]:
     if not e.integer("causal", 1):
         raise RefusedError("that is not causal")
     batch, length, width = e.ranked(0, 3)
-    heads, groups = head_count(e), e.integer("kv_num_heads")
+    heads = head_count(e)
+    groups = e.integer("kv_num_heads")
     packed = e.optional(1) is None
     count = heads + 2 * groups if packed else heads
     if groups < 1 or heads % groups or width % count or not width:
@@ -44,11 +45,13 @@ def _group_query(e: Expansion) -> list[ir.Value | None]:
     else:
         e.expect(1, (batch, length, groups * size))
         e.expect(2, (batch, length, groups * size))
-        parts, counts = [e.input(0), e.input(1), e.input(2)], [heads, groups, groups]
+        parts = [e.input(0), e.input(1), e.input(2)]
+        counts = [heads, groups, groups]
     *turning, value = (split_heads(e, part, batch, length, n, size) for part, n in zip(parts, counts, strict=True))
     cache = _cache(e, batch, groups, length, size)
     if e.integer("do_rotary", 0):
-        tables, interleaved = (e.input(7), e.input(8)), e.integer("rotary_interleaved", 0)
+        tables = (e.input(7), e.input(8))
+        interleaved = e.integer("rotary_interleaved", 0)
         turning = [
             rotated(e, each, cache.positions, *tables, size, interleaved, (batch, n, length))
             for each, n in zip(turning, counts, strict=False)
@@ -56,7 +59,8 @@ def _group_query(e: Expansion) -> list[ir.Value | None]:
     if packed:
         turning = [e.part(turning[0], 1, 0, heads), e.part(turning[0], 1, heads, heads + groups)]
     query, key = turning
-    key, value = _cached(e, cache, 3, key), _cached(e, cache, 4, value)
+    key = _cached(e, cache, 3, key)
+    value = _cached(e, cache, 4, value)
     h = Heads(batch, heads, length, cache.past, cache.total, size, size, query, key, value, e.input(0))
     return [_attend_in_groups(e, h, groups, cache.seen), key, value]
 
@@ -118,7 +122,8 @@ def _filled_in_part(e: Expansion, batch: int, groups: int, length: int, past: in
     if wanted < length:
         raise RefusedError(f"of {length} words with a total_sequence_length of {wanted}")
 
-    whole, is_first_call = partial(_whole, e), wanted == length
+    whole = partial(_whole, e)
+    is_first_call = wanted == length
     earlier = e.constant(np.zeros((batch, 1)), dtype=np.int32) if is_first_call else _earlier(e, batch, length)
     keys = e.constant(np.arange(total)[None], dtype=np.int32)
     new = e.op("Add", e.op("Sub", keys, earlier), whole(past))
@@ -247,7 +252,8 @@ def rotated(
         pairs = e.reshape(turning, *outer, half, 2)
         real, imaginary = (e.reshape(e.part(pairs, 4, i, i + 1), *outer, half) for i in (0, 1))
     else:
-        real, imaginary = e.part(turning, 3, 0, half), e.part(turning, 3, half, 2 * half)
+        real = e.part(turning, 3, 0, half)
+        imaginary = e.part(turning, 3, half, 2 * half)
     turned = [
         e.op("Sub", e.op("Mul", real, cos), e.op("Mul", imaginary, sin)),
         e.op("Add", e.op("Mul", real, sin), e.op("Mul", imaginary, cos)),
@@ -264,7 +270,8 @@ def _rotary(e: Expansion) -> list[ir.Value | None]:
     """Rotary embedding. Positions are [B, S], or [1]: the position of the first word of each sentence."""
     if e.integer("is_packed_batching", 0) or e.number("scale", 1.0) not in (0.0, 1.0):
         raise RefusedError("with is_packed_batching or scale")
-    x, shape = e.input(0), e.ranked(0, 3, 4)
+    x = e.input(0)
+    shape = e.ranked(0, 3, 4)
     if len(shape) == 4:
         batch, heads, length, size = shape
         value = x

@@ -12,7 +12,8 @@ from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, Refu
 
 def _skip_layer_norm(e: Expansion) -> list[ir.Value | None]:
     """input + skip (+ bias), normalized; outputs 1 and 2 are its mean and inverse deviation, 3 is the sum."""
-    x, epsilon = e.input(0), e.number("epsilon", 1e-12)
+    x = e.input(0)
+    epsilon = e.number("epsilon", 1e-12)
     total = e.plus(x, e.input(1), e.optional(4))
     mean = inverse = None
     if e.wants(1) or e.wants(2):
@@ -39,8 +40,10 @@ def _last(e: Expansion) -> int:
 
 def _rms_norm(e: Expansion) -> list[ir.Value | None]:
     """x / sqrt(mean(x^2) + epsilon) * scale over all dimensions from `axis` on, as one dimension."""
-    x, scale = e.input(0), e.input(1)
-    shape, epsilon = e.shape(x), e.number("epsilon", 1e-5)
+    x = e.input(0)
+    scale = e.input(1)
+    shape = e.shape(x)
+    epsilon = e.number("epsilon", 1e-5)
     axis = e.integer("axis", -1)
     if not -len(shape) <= axis < len(shape):
         raise RefusedError(f"along axis {axis} of a tensor of {len(shape)} dimensions")
@@ -65,7 +68,10 @@ def _layer_norm(e: Expansion) -> list[ir.Value | None]:
 
 def _embed_layer_norm(e: Expansion) -> list[ir.Value | None]:
     """Rows of tables for words, positions and segments, summed and normalized; output 1 counts the words of each sentence."""
-    ids, segments, words, table = e.input(0), e.optional(1), e.input(2), e.input(3)
+    ids = e.input(0)
+    segments = e.optional(1)
+    words = e.input(2)
+    table = e.input(3)
     batch, length = e.ranked(0, 2)
     positions = e.optional(8)
     if positions is None:
@@ -97,7 +103,8 @@ def _group_norm(e: Expansion) -> list[ir.Value | None]:
 
 def _skip_group_norm(e: Expansion) -> list[ir.Value | None]:
     """x + skip (+ bias), normalized; output 1 is the sum."""
-    shape, skip = e.ranked(0, 4), e.input(3)
+    shape = e.ranked(0, 4)
+    skip = e.input(3)
     if len(e.shape(skip)) == 2:
         batch, channels = e.shape(skip)
         skip = e.reshape(skip, *((batch, 1, 1, channels) if e.integer("channels_last", 1) else (batch, channels, 1, 1)))
@@ -110,7 +117,9 @@ def _skip_group_norm(e: Expansion) -> list[ir.Value | None]:
 
 def _grouped(e: Expansion, x: ir.Value, scale: int, bias: int) -> ir.Value:
     """Normalize groups of channels of `x`, of the shape of input 0; then apply scale, bias and activation of each channel."""
-    shape, last, groups = e.ranked(0, 4), e.integer("channels_last", 1), e.integer("groups")
+    shape = e.ranked(0, 4)
+    last = e.integer("channels_last", 1)
+    groups = e.integer("groups")
     channels = shape[3] if last else shape[1]
     if groups < 1 or channels % groups:
         raise RefusedError(f"of {channels} channels in {groups} groups")
@@ -122,7 +131,8 @@ def _grouped(e: Expansion, x: ir.Value, scale: int, bias: int) -> ir.Value:
     like = e.input(0)
     value = e.transpose(x, 0, 3, 1, 2) if last else x
     plain = (shape[0], channels, *(shape[1:3] if last else shape[2:]))
-    one, zero = e.constant(np.ones(groups), like), e.constant(np.zeros(groups), like)
+    one = e.constant(np.ones(groups), like)
+    zero = e.constant(np.zeros(groups), like)
     rows = e.reshape(value, shape[0], groups, math.prod(plain[1:]) // groups)
     value = e.reshape(e.op("InstanceNormalization", rows, one, zero, epsilon=e.number("epsilon", 1e-5)), *plain)
     for op, index in (("Mul", scale), ("Add", bias)):
@@ -137,7 +147,8 @@ def _grouped(e: Expansion, x: ir.Value, scale: int, bias: int) -> ir.Value:
 
 def _bias_softmax(e: Expansion) -> list[ir.Value | None]:
     """Softmax of data + bias over all dimensions from `axis` on, as one dimension."""
-    shape, bias = e.shape(e.input(0)), e.shape(e.input(1))
+    shape = e.shape(e.input(0))
+    bias = e.shape(e.input(1))
     axis = e.integer("axis", 1)
     if not -len(shape) <= axis < len(shape):
         raise RefusedError(f"along axis {axis} of a tensor of {len(shape)} dimensions")

@@ -12,7 +12,8 @@ _LONGEST = 4096
 
 def _trilu(e: Expansion) -> list[ir.Value]:
     """Trilu as a Where with a constant mask."""
-    x, shape = e.input(0), e.shape(e.input(0))
+    x = e.input(0)
+    shape = e.shape(e.input(0))
     diagonal = 0
     if (k := e.optional(1)) is not None:
         known = e.known(k)
@@ -39,7 +40,8 @@ def _gather_nd(e: Expansion) -> list[ir.Value]:
 
 
 def _expand_dims(e: Expansion) -> list[ir.Value]:
-    known, shape = e.known(e.input(1)), list(e.shape(e.input(0)))
+    known = e.known(e.input(1))
+    shape = list(e.shape(e.input(0)))
     if known is None or known.size != 1:
         raise RefusedError("whose axis is computed at run time")
     axis = int(known.reshape(-1)[0])
@@ -51,7 +53,8 @@ def _expand_dims(e: Expansion) -> list[ir.Value]:
 
 def _rfft(e: Expansion) -> list[ir.Value]:
     """The Fourier transform of real rows as a product: [..., n] -> [..., n / 2 + 1, 2]."""
-    x, shape = e.input(0), e.shape(e.input(0))
+    x = e.input(0)
+    shape = e.shape(e.input(0))
     size = _signal(e, shape[-1] if shape else 0)
     angles = 2 * np.pi / size * (np.outer(np.arange(size), np.arange(size // 2 + 1)) % size)
     table = np.stack([np.cos(angles), -np.sin(angles)], -1).reshape(size, -1)
@@ -60,7 +63,8 @@ def _rfft(e: Expansion) -> list[ir.Value]:
 
 def _irfft(e: Expansion) -> list[ir.Value]:
     """The inverse of Rfft as a product: [..., n / 2 + 1, 2] -> [..., n]."""
-    x, shape = e.input(0), e.shape(e.input(0))
+    x = e.input(0)
+    shape = e.shape(e.input(0))
     if len(shape) < 2 or shape[-1] != 2:
         raise RefusedError(f"of a tensor of shape {shape}")
     size = _signal(e, 2 * (shape[-2] - 1))

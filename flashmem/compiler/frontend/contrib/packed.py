@@ -13,7 +13,8 @@ class BlocksTensor(ir.LazyTensor):
     """A matrix of float32 in ggml's blocks: `source` is uint8 [rows, bytes of a row], perhaps in a file."""
 
     def __init__(self, source: ir.TensorProtocol, format: BlockFormat) -> None:
-        self.source, self.format = source, format
+        self.source = source
+        self.format = format
         rows, nbytes = source.shape.numpy()
         shape = ir.Shape((rows, nbytes // format.nbytes * format.weights))
         super().__init__(lambda: ir.tensor(format.floats(source.numpy())), ir.DataType.FLOAT, shape, name=source.name)

@@ -68,7 +68,8 @@ def _concat(e: Expansion) -> list[ir.Value]:
 
 def _softmax(e: Expansion, x: ir.Value) -> ir.Value:
     """Softmax; before operator set 13, all dimensions from `axis` on are one."""
-    shape, axis = e.shape(e.input(0)), e.integer("axis", -1)
+    shape = e.shape(e.input(0))
+    axis = e.integer("axis", -1)
     if not -len(shape) <= axis < len(shape):
         raise RefusedError(f"along axis {axis} of a tensor of {len(shape)} dimensions")
     axis %= len(shape)
@@ -84,7 +85,8 @@ def _softmax(e: Expansion, x: ir.Value) -> ir.Value:
 
 
 def _reduce_mean(e: Expansion, x: ir.Value) -> ir.Value:
-    axes, keep = [int(axis) for axis in e.numbers("axes")], e.integer("keepdims", 1)
+    axes = [int(axis) for axis in e.numbers("axes")]
+    keep = e.integer("keepdims", 1)
     if e.opset >= 18:
         return e.op("ReduceMean", x, e.integers(*axes), keepdims=keep)
     return e.op("ReduceMean", x, axes=axes, keepdims=keep)
@@ -202,25 +204,31 @@ def _embed_layer_norm(e: Expansion) -> list[ir.Value | None]:
 def _matmul_nbits(e: Expansion) -> list[ir.Value]:
     """The product with a matrix [N, K] of four- or eight-bit weights, which have a scale for each block along K."""
     e.refuse_input(4)
-    inner, columns, block, bits = e.integer("K"), e.integer("N"), e.integer("block_size"), e.integer("bits", 4)
+    inner = e.integer("K")
+    columns = e.integer("N")
+    block = e.integer("block_size")
+    bits = e.integer("bits", 4)
     if bits not in (4, 8) or e.integer("weight_prepacked", 0):
         raise RefusedError(f"of {bits} bits, or of weights that are packed for a GPU,")
     if min(inner, columns) < 1 or block < 16 or block & (block - 1):
         raise RefusedError(f"of {columns} x {inner} weights in blocks of {block}")
     blocks = -(-inner // block)
-    weight, scales = e.input(1).const_value, e.input(2).const_value
+    weight = e.input(1).const_value
+    scales = e.input(2).const_value
     if weight is None or scales is None:
         raise RefusedError("with weights or scales computed at run time")
     if weight.size != columns * blocks * block * bits // 8 or scales.size != columns * blocks:
         raise RefusedError(
             f"of {columns} x {inner} weights of {bits} bits that have {weight.size} bytes and {scales.size} scales"
         )
-    x, shape = e.input(0), e.shape(e.input(0))
+    x = e.input(0)
+    shape = e.shape(e.input(0))
     if not shape or shape[-1] != inner:
         raise RefusedError(f"with K {inner} over an input of shape {shape}")
     matrix = e.tensor(quantised_matrix(weight, (columns, inner), block, bits))
     scale = e.tensor(reinterpreted(scales, scales.dtype, (columns, blocks)))
-    zero, how = e.optional(3), {"axis": 1, "block_size": block}
+    zero = e.optional(3)
+    how = {"axis": 1, "block_size": block}
     given = None if zero is None else e.known(zero)
     if given is None or given.dtype == np.uint8:
         dense = e.op("DequantizeLinear", matrix, scale, _zero_points(e, zero, columns, blocks, bits), **how)
@@ -238,7 +246,8 @@ def _zero_points(e: Expansion, zero: ir.Value | None, rows: int, blocks: int, bi
     """Packed zero points of `bits` bits as a matrix [rows, blocks]; the middle of the codes, if they are omitted."""
     points = np.full((rows, blocks), 1 << (bits - 1), np.uint8)
     if zero is not None:
-        given, width = e.known(zero), blocks if bits == 8 else -(-blocks // 2)
+        given = e.known(zero)
+        width = blocks if bits == 8 else -(-blocks // 2)
         if given is None:
             raise RefusedError("with zero points computed at run time")
         if given.size != rows * width:
@@ -249,8 +258,11 @@ def _zero_points(e: Expansion, zero: ir.Value | None, rows: int, blocks: int, bi
 
 def _gather_blocks(e: Expansion) -> list[ir.Value]:
     """Rows of a matrix of four- or eight-bit weights, which have a scale for each block of a row."""
-    bits, block = e.integer("bits", 4), e.integer("block_size", 128)
-    table, scales, zero = e.input(0), e.input(2), e.optional(3)
+    bits = e.integer("bits", 4)
+    block = e.integer("block_size", 128)
+    table = e.input(0)
+    scales = e.input(2)
+    zero = e.optional(3)
     weight = table.const_value
     rows, width = e.ranked(0, 2)
     axes = e.integer("gather_axis", 0), e.integer("quantize_axis", 1) % 2
@@ -267,7 +279,8 @@ def _gather_blocks(e: Expansion) -> list[ir.Value]:
 
 def ggml_blocks(e: Expansion) -> list[ir.Value]:
     """A weight of a GGUF file: rows of blocks of a `kind`, uint8 [rows, bytes of a row]."""
-    data, kind = e.input(0).const_value, e.text("kind", "")
+    data = e.input(0).const_value
+    kind = e.text("kind", "")
     if data is None or kind not in FORMATS:
         raise RefusedError(f"of the kind {kind!r}, or with blocks computed at run time")
     _, nbytes = e.ranked(0, 2)
@@ -282,7 +295,8 @@ def blocks_dequantised(e: Expansion) -> list[ir.Value]:
     Inputs: signed codes of `bits` bits, uint8 [rows, columns * bits / 8], and scales [rows, columns / block_size]. Rows of one
     block may have a `shape` of more dimensions.
     """
-    bits, given = e.integer("bits"), e.input(0).const_value
+    bits = e.integer("bits")
+    given = e.input(0).const_value
     if given is None:
         raise RefusedError("with codes computed at run time")
     rows, width = e.ranked(0, 2)

@@ -21,7 +21,8 @@ _FUNCTIONS = 3  # of each direction
 def _weight(e: Expansion, index: int, scale: int, direction: int) -> ir.Value:
     """The weights of one direction, as ONNX has them: [1, gates, inputs]."""
     count, inputs, gates = e.ranked(index, 3)
-    factor, zero = e.input(scale), e.optional(scale + 1)
+    factor = e.input(scale)
+    zero = e.optional(scale + 1)
     codes = e.reshape(_of(e, e.input(index), direction, count), inputs, gates)
     shape = e.shape(factor)
     if shape not in ((count,), (count, gates)):

@@ -115,7 +115,11 @@ class _Writer:
     """
 
     def __init__(self, decoder: Decoder, tensors: Tensors, max_length: int, read: Read, data: PlacedData, batch: int) -> None:
-        self.decoder, self.tensors, self.read, self.data, self.batch = decoder, tensors, read, data, batch
+        self.decoder = decoder
+        self.tensors = tensors
+        self.read = read
+        self.data = data
+        self.batch = batch
         self.used: set[str] = set()
         self.places = max_length + (BATCH_TOKENS if batch > 1 else 0)
         self.nodes: list[onnx.NodeProto] = []
@@ -157,7 +161,8 @@ class _Writer:
         most = CHECKED_TOKENS if self.batch == 1 else 1
         count = self.node("Gather", self.node("Shape", IDS), self.array("single", np.array([1])), axis=0)
         few = self.node("LessOrEqual", count, self.array("few", np.array([most])))
-        zero, end = self.array("zero", np.array([0])), self.array("end", np.array([np.iinfo(np.int64).max]))
+        zero = self.array("zero", np.array([0]))
+        end = self.array("end", np.array([np.iinfo(np.int64).max]))
         first = self.node("Where", few, zero, self.node("Sub", count, self.array("single", np.array([1]))))
         return self.node("Slice", x, first, end, self.array("single", np.array([1])))
 
@@ -172,7 +177,8 @@ class _Writer:
 
     def attention(self, number: int, x: str, pairs: dict[str, str]) -> str:
         """Attention of a layer, before its output projection."""
-        name, decoder = f"blk.{number}", self.decoder
+        name = f"blk.{number}"
+        decoder = self.decoder
         states = {f"past_key_values.{number}.{kind}": f"present.{number}.{kind}" for kind in ("key", "value")}
         pairs |= states
         read = self.queries_keys_values(name, x)
@@ -188,7 +194,8 @@ class _Writer:
 
     def queries_keys_values(self, name: str, x: str) -> list[str]:
         """The first three inputs of attention: all in the first one, if one product makes them and no norm comes between."""
-        decoder, has = self.decoder, self.tensors.has
+        decoder = self.decoder
+        has = self.tensors.has
         sizes = [decoder.size * count for count in (decoder.heads, decoder.key_heads, decoder.key_heads)]
         names = [f"{name}.attn_qkv"] if has(f"{name}.attn_qkv.weight") else [f"{name}.attn_{each}" for each in "qkv"]
         normed = has(f"{name}.attn_q_norm.weight")

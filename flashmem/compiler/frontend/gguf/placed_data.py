@@ -31,7 +31,8 @@ class PlacedData:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.nbytes = path, 0
+        self.path = path
+        self.nbytes = 0
         self._content: list[tuple[int, _Pieces]] = []
 
     def array(self, name: str, array: NDArray[Any]) -> TensorProto:

@@ -36,7 +36,8 @@ _BEGINNING = ("llama-bpe",)
 the field `add_bos_token` lack it, and llama.cpp reads them so."""
 _ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Tokens that end an answer besides that of the end of a text."""
-_LENGTH, _LENGTH_BYTES = struct.Struct("<Q"), 8  # before each text or array
+_LENGTH = struct.Struct("<Q")
+_LENGTH_BYTES = 8  # before each text or array
 _KEY_BYTES = 1 << 12  # of the data of a tensor, at its beginning, middle and end
 _MOST_ELEMENTS = 1 << 23
 """The most elements of all arrays among the fields. The package makes an object of each. Large vocabularies have a million."""
@@ -102,7 +103,8 @@ class GGUFFile:
 
             @data.setter
             def data(self, mapped: Any) -> None:
-                self._data, self.mapping = np.asarray(mapped), mapped.base
+                self._data = np.asarray(mapped)
+                self.mapping = mapped.base
 
             def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
                 if raw_type == GGUFValueType.ARRAY:
@@ -118,7 +120,8 @@ class GGUFFile:
 
             def _array(self, orig_offs: int, kind: int, count: int) -> Any:
                 """The parts of an array of numbers or texts; the package makes arrays of each element and its length."""
-                offset, types = orig_offs + 12, [GGUFValueType.ARRAY, GGUFValueType(kind)][: 1 + (count > 0)]
+                offset = orig_offs + 12
+                types = [GGUFValueType.ARRAY, GGUFValueType(kind)][: 1 + (count > 0)]
                 head = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
                 if kind != GGUFValueType.STRING:
                     numbers = self._get(offset, self.gguf_scalar_to_np[GGUFValueType(kind)], count)
@@ -135,7 +138,9 @@ class GGUFFile:
         reader: Any = Reader(path)
         if reader.endianess != GGUFEndian.LITTLE:
             raise UserError(f"{path} is for big-endian computers; convert it with gguf-py's gguf_convert_endian.py")
-        self.path, self.fields, self._mapping = path, reader.fields, reader.mapping
+        self.path = path
+        self.fields = reader.fields
+        self._mapping = reader.mapping
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.read: set[str] = set()  # names of fields
 
@@ -205,7 +210,8 @@ class GGUFFile:
 
     def language(self) -> dict[str, Any]:
         """The tokenizer, the tokens that begin and end a text, and the chat template in pieces (`flashmem.bundle.language`)."""
-        kind, pattern = self.field("tokenizer.ggml.model"), self.field("tokenizer.ggml.pre", "gpt-2")
+        kind = self.field("tokenizer.ggml.model")
+        pattern = self.field("tokenizer.ggml.pre", "gpt-2")
         pieces = kind == "llama"
         if not pieces and (kind != "gpt2" or pattern not in PATTERNS):
             known = ", ".join(PATTERNS)

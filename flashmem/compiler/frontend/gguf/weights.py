@@ -54,7 +54,8 @@ def sketched(tensor: Any, rows: slice = WHOLE) -> BlockedMatrix | Floats:
     """
     depth, height = (int(size) for size in tensor.shape)
     first, last, _ = rows.indices(height)
-    kind, mark = tensor.tensor_type.name, np.frombuffer(crc32(tensor.name.encode()).to_bytes(4, "little"), np.uint8)
+    kind = tensor.tensor_type.name
+    mark = np.frombuffer(crc32(tensor.name.encode()).to_bytes(4, "little"), np.uint8)
     if kind not in FORMATS and kind not in FLOATS:
         return matrix(tensor)
     size, dtype = (depth, np.float32) if kind in FLOATS else (FORMATS[kind].row_bytes(depth), np.uint8)

@@ -32,7 +32,9 @@ from flashmem.compiler.frontend.cleanup import clean_up
 from flashmem.compiler.frontend.contrib import DOMAIN, OWN
 from flashmem.compiler.operators import is_native
 
-MASK, POSITIONS, BRANCH = "attention_mask", "position_ids", "use_cache_branch"
+MASK = "attention_mask"
+POSITIONS = "position_ids"
+BRANCH = "use_cache_branch"
 _PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 _NEW = 3  # tokens for which masks are checked
 _PRODUCTS = {"MatMul", "Gemm", "MatMulNBits", "MatMulInteger", "DynamicQuantizeMatMul"}
@@ -136,7 +138,9 @@ class _Decoder:
     """The graph of a decoder while it is changed."""
 
     def __init__(self, graph: onnx.GraphProto, path: Path, opset: int) -> None:
-        self.graph, self.path, self.opset = graph, path, opset
+        self.graph = graph
+        self.path = path
+        self.opset = opset
         self.added: list[NodeProto] = []
         self._index()
 
@@ -164,7 +168,8 @@ class _Decoder:
 
     def count_in_attention(self, batch: int) -> None:
         """Give grouped-query attention the numbers of tokens, which it has from the mask."""
-        last, longest = "flashmem.last", TOTAL
+        last = "flashmem.last"
+        longest = TOTAL
         if batch > 1:
             longest = "flashmem.longest"
             self.add("ReduceMax", [TOTAL], longest, "", keepdims=0)
@@ -194,7 +199,9 @@ class _Decoder:
                     f"{self.path} has a cache of an unknown form: {present} is made by {kind}, not by a Concat of {past} "
                     f"and new rows along its third dimension"
                 )
-            node.op_type, node.domain, node.name = "CacheWrite", OWN, node.name or present
+            node.op_type = "CacheWrite"
+            node.domain = OWN
+            node.name = node.name or present
             del node.attribute[:]
             node.input.append(POSITIONS)
         for softmax, scores, _ in self.attentions():
@@ -243,7 +250,9 @@ class _Decoder:
 
     def sources(self, name: str) -> set[str]:
         """The inputs and constants whose elements take part in a value."""
-        found, open_, seen = set[str](), [name], set[str]()
+        found = set[str]()
+        open_ = [name]
+        seen = set[str]()
         while open_:
             each = open_.pop()
             if each in seen or not each:
@@ -258,7 +267,8 @@ class _Decoder:
 
     def live(self, names: Iterable[str], known: Iterable[str] = ()) -> list[NodeProto]:
         """The nodes that these values need, if others are `known`."""
-        needed, kept = {*names} - {*known}, list[NodeProto]()
+        needed = {*names} - {*known}
+        kept = list[NodeProto]()
         for node in reversed(self.graph.node):
             if needed.intersection(node.output):
                 kept.append(node)
@@ -293,7 +303,8 @@ class _Decoder:
         for name, node in ranges.items():
             for user in self.users[name]:
                 if user.op_type == "Unsqueeze" and len(user.input) > 1 and self._integer(user.input[1]) == 0:
-                    user.op_type, user.input[:] = "Identity", [POSITIONS]
+                    user.op_type = "Identity"
+                    user.input[:] = [POSITIONS]
             if size.batch == 1:
                 self.add("Reshape", [POSITIONS, self.constant(f"{name}.shape", np.array([-1]))], name, "")
                 self.graph.node.remove(node)

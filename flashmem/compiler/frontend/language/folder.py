@@ -22,7 +22,9 @@ from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel,
 from flashmem.compiler.frontend.language.tokenizer_file import begins_with, tokenizer_fields
 
 _DECODERS = ("model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx")
-_TOKENIZER, _GENAI, _CONFIG = "tokenizer.json", "genai_config.json", "config.json"
+_TOKENIZER = "tokenizer.json"
+_GENAI = "genai_config.json"
+_CONFIG = "config.json"
 _CONTEXT = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length")
 
 
@@ -84,8 +86,10 @@ class _Folder:
                 f"{self.path} has no {_TOKENIZER}; save the tokenizer there with transformers (save_pretrained)"
             )
         fields = tokenizer_fields(given, path, words)
-        tokens, types = fields["tokens"], fields["types"]
-        settings, generation = self._json("tokenizer_config.json"), self._json("generation_config.json")
+        tokens = fields["tokens"]
+        types = fields["types"]
+        settings = self._json("tokenizer_config.json")
+        generation = self._json("generation_config.json")
         first, last = (_token(settings.get(name)) for name in ("bos_token", "eos_token"))
         ends = [
             *_numbers(self.genai, "eos_token_id"),

@@ -14,7 +14,8 @@ from flashmem.base.errors import UserError
 from flashmem.bundle.language import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3, _QWEN2 = _SPLIT % "{1,3}", _SPLIT % ""
+_LLAMA3 = _SPLIT % "{1,3}"
+_QWEN2 = _SPLIT % ""
 
 _SPACE = "▁"
 
@@ -36,9 +37,11 @@ def tokenizer_fields(given: Mapping[str, Any], path: Path, size: int) -> dict[st
     added = {int(each["id"]): each for each in given.get("added_tokens", [])}
     numbers |= {str(each["content"]): number for number, each in added.items()}
     count = max(size, 1 + max(numbers.values()))
-    tokens, types = [f"<unused {number}>" for number in range(count)], [UNUSED] * count
+    tokens = [f"<unused {number}>" for number in range(count)]
+    types = [UNUSED] * count
     for token, number in numbers.items():
-        tokens[number], types[number] = token, NORMAL
+        tokens[number] = token
+        types[number] = NORMAL
     for number, each in added.items():
         types[number] = CONTROL if each["special"] else USER_DEFINED
     pattern, prefix = _kind(given, path)
@@ -47,7 +50,8 @@ def tokenizer_fields(given: Mapping[str, Any], path: Path, size: int) -> dict[st
         made = {merge.replace(" ", "", 1): rank for rank, merge in reversed([*enumerate(merges)])}
         for token, number in numbers.items():
             if types[number] == NORMAL:
-                types[number], scores[number] = _character_kind(token, made), -float(made.get(token, 0))
+                types[number] = _character_kind(token, made)
+                scores[number] = -float(made.get(token, 0))
         unknown = numbers.get(str(model.get("unk_token")))
         if unknown is not None:
             types[unknown] = UNKNOWN
@@ -79,7 +83,8 @@ def _character_kind(token: str, made: Mapping[str, int]) -> int:
 
 def _kind(given: Mapping[str, Any], path: Path) -> tuple[str | None, str]:
     """The pattern, None for SentencePiece's, and where a space is put before a text."""
-    model, steps = given["model"], list(_steps(given.get("pre_tokenizer"), "pretokenizers"))
+    model = given["model"]
+    steps = list(_steps(given.get("pre_tokenizer"), "pretokenizers"))
     normal = list(_steps(given.get("normalizer"), "normalizers"))
     if model.get("byte_fallback") and all(step["type"] != "ByteLevel" for step in steps):
         return None, _space_prefix(normal, steps, path)
@@ -104,14 +109,16 @@ def _kind(given: Mapping[str, Any], path: Path) -> tuple[str | None, str]:
 
 def _space_prefix(normal: Sequence[Mapping[str, Any]], steps: Sequence[Mapping[str, Any]], path: Path) -> str:
     """Where a space is put before a text: one of `bundle.language.SPACE_PREFIXES`."""
-    prefix, replaced = "never", False
+    prefix = "never"
+    replaced = False
     for step in (*normal, *steps):
         if step["type"] == "Prepend" and step.get("prepend") == _SPACE:
             prefix = "always"
         elif step["type"] == "Replace" and step["pattern"].get("String") == " " and step.get("content") == _SPACE:
             replaced = True
         elif step["type"] == "Metaspace" and step.get("replacement") == _SPACE and not step.get("split", True):
-            prefix, replaced = step["prepend_scheme"], True
+            prefix = step["prepend_scheme"]
+            replaced = True
             if prefix == "always":
                 raise _unsupported(path, "a Metaspace with the scheme 'always'")
         elif not (step["type"] == "Split" and step["pattern"].get("String") == " "):  # spaces were replaced before

@@ -40,7 +40,8 @@ class Comparison:
     """The nodes of a cleaned-up model, by the layers on whose weights and inputs they depend, compared."""
 
     def __init__(self, graph: ir.Graph, layers: EqualLayers, source: onnx.ModelProto) -> None:
-        self.graph, self.layers = graph, layers
+        self.graph = graph
+        self.layers = layers
         self.tensors = {tensor.name: tensor for tensor in source.graph.initializer}
         self.origins = dict(self._origins())
         kept = enumerate((1, 2, layers.count - 1), start=1)
@@ -79,7 +80,8 @@ class Comparison:
         first, second, last = self.nodes[1:]
         if len(first) != len(second) or not first:
             raise DifferentLayersError
-        wiring, twins = Wiring(), dict[ir.Value, ir.Value]()
+        wiring = Wiring()
+        twins = dict[ir.Value, ir.Value]()
         for one, other in zip(first, second, strict=True):
             if not _are_alike(one, other):
                 raise DifferentLayersError
@@ -174,6 +176,7 @@ def _are_equal(one: ir.Attr, other: ir.Attr) -> bool:
     if one.type != other.type or one.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) or one.is_ref():
         return False
     if one.type == ir.AttributeType.TENSOR:
-        a, b = one.as_tensor(), other.as_tensor()
+        a = one.as_tensor()
+        b = other.as_tensor()
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     return bool(one.value == other.value)

@@ -94,13 +94,15 @@ def _longest_run(kinds: NDArray[np.int64]) -> tuple[int, int, int] | None:
     for period in range(2, len(kinds) // FEWEST + 1):
         equal = np.concatenate(([0], (kinds[:-period] == kinds[period:]).astype(np.int8), [0]))
         edges = np.flatnonzero(np.diff(equal))
-        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        starts = edges[::2]
+        lengths = edges[1::2] - edges[::2]
         if not lengths.size:
             continue
         at = int(lengths.argmax())
         count = int(lengths[at]) // period + 1
         if count >= FEWEST and count * period > most:
-            best, most = (int(starts[at]), period, count), count * period
+            best = (int(starts[at]), period, count)
+            most = count * period
     return best
 
 
@@ -108,7 +110,10 @@ class _Wiring:
     """What the nodes of each layer read."""
 
     def __init__(self, graph: onnx.GraphProto, start: int, period: int, count: int) -> None:
-        self.graph, self.start, self.period, self.count = graph, start, period, count
+        self.graph = graph
+        self.start = start
+        self.period = period
+        self.count = count
         self.producer = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
         self.places = {name: at for node in graph.node for at, name in enumerate(node.output) if name}
         weights = {tensor.name: (tensor.data_type, *tensor.dims) for tensor in graph.initializer}

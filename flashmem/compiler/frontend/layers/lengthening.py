@@ -35,7 +35,9 @@ class _Copies:
     """Writes copies of layer 1."""
 
     def __init__(self, graph: ir.Graph, layers: EqualLayers, source: onnx.ModelProto, compared: Comparison) -> None:
-        self.graph, self.layers, self.wiring = graph, layers, compared.wiring()
+        self.graph = graph
+        self.layers = layers
+        self.wiring = compared.wiring()
         _, self.template, self.second, self.last = compared.nodes
         self.tensors = {tensor.name: tensor for tensor in source.graph.initializer}
         self.ports = {value.name: value for value in source.graph.input}
@@ -91,7 +93,8 @@ class _Copies:
         name = names.of(self.wiring.own[value])
         if name in self.ports:
             return self.inputs[name]
-        known, template = self.tensors[name], value.const_value
+        known = self.tensors[name]
+        template = value.const_value
         tensor: ir.TensorProtocol = ir.serde.deserialize_tensor(known)
         place = place_of(known)
         if template is not None and stored(template) is not None and place is not None:

@@ -107,7 +107,8 @@ class BlockFormat:
 
     def scales(self, parts: Parts) -> tuple[Floats, Floats | None]:
         """The scales and minima of runs, [blocks, runs]."""
-        scale, minimum = half(parts.scale), None if parts.minimum is None else half(parts.minimum)
+        scale = half(parts.scale)
+        minimum = None if parts.minimum is None else half(parts.minimum)
         if parts.factors is None:
             return scale, minimum
         factors = parts.factors[:, : self.runs]
@@ -129,10 +130,13 @@ class BlockFormat:
 
     def factor_rows(self) -> list[Plane]:
         """The planes of factors, a row of which has a byte of each column; `at` in bytes of each column."""
-        found, below, at = list[Plane](), 0, 4 if self.has_minimum else 2  # after a scale and a minimum
+        found = list[Plane]()
+        below = 0
+        at = 4 if self.has_minimum else 2  # after a scale and a minimum
         for bits in self.factor_planes:
             found.append(Plane(bits, below, at, self.factors * bits // 8))
-            below, at = below + bits, at + self.factors * bits // 8
+            below = below + bits
+            at = at + self.factors * bits // 8
         return found
 
     @property
@@ -142,10 +146,13 @@ class BlockFormat:
 
     def code_rows(self, panel: int) -> list[Plane]:
         """The planes of codes of a panel of `panel` columns; a row has four bits of each column, or eight."""
-        found, below, at = list[Plane](), 0, self.head * panel
+        found = list[Plane]()
+        below = 0
+        at = self.head * panel
         for bits in self.planes:
             found.append(Plane(bits, below, at, self.weights * bits // max(4, bits)))
-            below, at = below + bits, at + self.weights * bits * panel // 8
+            below = below + bits
+            at = at + self.weights * bits * panel // 8
         return found
 
     def pack(self, data: Bytes, panel: int) -> Bytes:

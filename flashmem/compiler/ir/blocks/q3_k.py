@@ -8,7 +8,8 @@ from flashmem.compiler.ir.blocks.format import BlockFormat, Bytes, Parts, bits
 
 
 def _split(high: Bytes, codes: Bytes, factors: Bytes, scale: Bytes) -> Parts:
-    low, upper = bits(factors[:, :8], 4, 8), bits(factors[:, 8:], 2, 4)
+    low = bits(factors[:, :8], 4, 8)
+    upper = bits(factors[:, 8:], 2, 4)
     return Parts(bits(codes, 2, 32) | bits(high, 1, 32) << np.uint8(2), scale, None, low | upper << np.uint8(4))
 
 

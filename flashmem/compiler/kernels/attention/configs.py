@@ -188,7 +188,8 @@ class SharedWeightsConfig(AttentionConfig):
     @property
     def local_bytes(self) -> int:
         """Bytes of weights, of a maximum of each work-item and of each query, and of the sums of all but one part."""
-        lines, across = self.local_size[0] * self.parts, self.local_size[1]
+        lines = self.local_size[0] * self.parts
+        across = self.local_size[1]
         numbers = lines * self.queries * (across * self.keys + across + 1)
         return 4 * (numbers + (4 * self.parts * across if self.parts > 1 else 0))
 
@@ -199,7 +200,8 @@ class SharedWeightsConfig(AttentionConfig):
     def cost(self, workload: Workload, device: EstimatedDevice, compiled: CompiledCost | None = None) -> float:
         """See `KernelConfig.cost`. Keys and values are read by vectors of four."""
         fitting = _fitting(workload)
-        queries, keys = min(self.queries * self.local_size[0], fitting), self.keys * self.local_size[1]
+        queries = min(self.queries * self.local_size[0], fitting)
+        keys = self.keys * self.local_size[1]
         rounds = math.ceil(workload.columns / (keys * self.parts))
         outputs = queries * keys * self.parts / self.items
         reads = 1 / min(self.queries, fitting) + 1 / self.keys

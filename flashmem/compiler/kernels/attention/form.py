@@ -27,7 +27,8 @@ PRIVATE_BYTES = 24 << 10
 More vectors share a load, but must fit the nearest cache.
 """
 
-WIDE, FEW_QUERIES = 8, 8
+WIDE = 8
+FEW_QUERIES = 8
 """Where vectors have so many elements, a work-item has one of at most so many queries, in vectors of channels.
 
 Queries side by side would load keys and values one element at a time.
@@ -176,9 +177,11 @@ class SplitKeys:
 
 def split_form(config: SplitKeysConfig, rows: int, channels: int) -> SplitKeys:
     """Fit `config` to `rows` queries of a matrix and values of `channels` channels, at most four for each work-item."""
-    lanes, quads = config.lanes, -(-channels // 4)
+    lanes = config.lanes
+    quads = -(-channels // 4)
     each = min(config.queries, 1 << (rows - 1).bit_length(), SUMMED * (1 << (lanes // quads).bit_length() - 1))
-    sharing, groups = min(each, max(1, lanes // config.keys)), max(1, each // SUMMED)
+    sharing = min(each, max(1, lanes // config.keys))
+    groups = max(1, each // SUMMED)
     return SplitKeys(lanes, each, config.keys, sharing, quads, groups, lanes // (quads * groups), lanes // quads)
 
 
@@ -257,7 +260,8 @@ def form_of(config: AttentionConfig, rows: int, depth: int, channels: int, wide:
             many = rows > few * down and max(depth, channels) <= WIDE_HEAD
             return KeyBlock(across, down, config.queries if many else min(few, config.queries), config.keys, config.channels)
         case SharedWeightsConfig(local_size=(down, across)):
-            each, most = min(config.queries, fitting), config.queries * -(-MIDDLE_HEAD // (4 * across))
+            each = min(config.queries, fitting)
+            most = config.queries * -(-MIDDLE_HEAD // (4 * across))
             while each > 1 and each * -(-channels // (4 * across)) > most:
                 each //= 2
             return SharedWeights(across, min(down, max(1, fitting // each)), each, config.keys, config.parts)

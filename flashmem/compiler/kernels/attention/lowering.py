@@ -108,9 +108,12 @@ def lower_attention(context: LoweringContext, group: FusionGroup) -> None:
 
 
 def _attention(context: LoweringContext, group: FusionGroup) -> _Attention:
-    node, given = group.main, group.main.attributes
+    node = group.main
+    given = group.main.attributes
     query, key, value, answer = (given[name] for name in ("query", "key", "value", "answer"))
-    batches, rows, keys = given["batches"], given["rows"], given["keys"]
+    batches = given["batches"]
+    rows = given["rows"]
+    keys = given["keys"]
     scores: Scores = given["scores"]
     operands = [node.input(i) for i in range(3, len(node.inputs))]
     filled = operands.pop() if given["filled"] else None
@@ -189,7 +192,10 @@ def _skips(attention: _Attention, config: TensorAttention) -> bool:
 
     It is the same mask for all batches, only `_HIDING` steps compute with scores, and there are many blocks.
     """
-    w, shape, made, hiding = attention.workload, attention.scores.shape, {attention.seed}, False
+    w = attention.workload
+    shape = attention.scores.shape
+    made = {attention.seed}
+    hiding = False
     if w.rows <= config.queries or w.columns < _MANY * config.keys or w.rows % shape[-2]:
         return False
     for node in attention.nodes:
@@ -205,8 +211,10 @@ def _skips(attention: _Attention, config: TensorAttention) -> bool:
 
 def _launch_mask_blocks(context: LoweringContext, attention: _Attention, form: TensorForm, epilogue: PointwiseBody) -> Arg:
     """Append a launch that finds out what the mask does to each block of queries and keys; returns its answers."""
-    w, group = attention.workload, attention.group
-    down, across = -(-w.rows // form.rows), -(-w.columns // form.keys)
+    w = attention.workload
+    group = attention.group
+    down = -(-w.rows // form.rows)
+    across = -(-w.columns // form.keys)
     found = Value(f"{group.output.name}.masks", (down * across,), "uint8")
     values = {"f": form, "attributes": context.attributes(form.local), **context.epilogue_values(epilogue)}
     kernel = context.kernels.kernel("attention/mask_blocks", **values)
@@ -225,7 +233,8 @@ def _launch_tensor(context: LoweringContext, attention: _Attention, config: Tens
     values = {**attention.values, **context.epilogue_values(epilogue), "attributes": context.attributes(form.local), "f": form}
     masks = [_launch_mask_blocks(context, attention, form, epilogue)] if form.skips else []
     strides: list[int] = []
-    rows, stored = ("query", "key", "key", "query"), map(context.stored, attention.tensors)
+    rows = ("query", "key", "key", "query")
+    stored = map(context.stored, attention.tensors)
     places = list(zip(attention.accesses, rows, stored, strict=True))
     q, k, v, y = _each_template_values(places, strides, vectors=False)
     scaled = bool(attention.nodes) or attention.scale <= 0
@@ -266,7 +275,8 @@ def _launch_whole(context: LoweringContext, attention: _Attention) -> None:
     form = form_of(config, w.rows, query.channels, value.channels, wide)
     epilogue = attention.body(context, form.vector, down=form.form == "rows" and form.vector > 1)
     strides: list[int] = []
-    rows, stored = ("query", "key", "key", "query"), map(context.stored, attention.tensors)
+    rows = ("query", "key", "key", "query")
+    stored = map(context.stored, attention.tensors)
     places = list(zip(attention.accesses, rows, stored, strict=True))
     vectors = context.descriptor.code.vector_loads and all(context.nbytes(each) < MOST_OFFSET for each in attention.tensors)
     q, k, v, y = _each_template_values(places, strides, vectors=vectors)
@@ -379,7 +389,8 @@ def _template_values(
     def offset(dimension: Dimension, index: str) -> str:
         return affine([size for size, _ in dimension], [stride for _, stride in dimension], index, stride_as=argument)
 
-    batch, rows = offset(access.batch, "batch"), offset(access.row, row)
+    batch = offset(access.batch, "batch")
+    rows = offset(access.row, row)
     starts = (access.start, access.channels, *(stride for _, stride in (*access.batch, *access.row)))
     [(_, stride), *more] = access.row or ((1, 0),)
     return {

@@ -135,7 +135,8 @@ class Scores:
     def nodes(self, operands: list[Value]) -> tuple[Value, tuple[Node, ...]]:
         """The score after the product, and the steps as nodes on it and `operands`."""
         score = Value("score", self.shape, "float32")
-        registers, nodes = [score, *operands], []
+        registers = [score, *operands]
+        nodes = []
         for i, step in enumerate(self.steps):
             inputs = [None if at is None else registers[at] for at in step.inputs]
             made = Value(f"score.{i}", self.shape, step.dtype)
@@ -163,7 +164,8 @@ def attention_tile(node: Node, span: AxisRange) -> TiledNode | None:
 
     A range of queries reads all keys and values. A range of matrices reads its own ones, if they are separate in memory.
     """
-    given, output = node.attributes, node.outputs[0]
+    given = node.attributes
+    output = node.outputs[0]
     if math.prod(output.shape[: span.axis]) != 1:
         return None
     inner = math.prod(output.shape[span.axis + 1 :])
@@ -205,7 +207,8 @@ def _chosen(answer: Access, size: int, first: int, last: int) -> _Range | None:
     kinds: tuple[tuple[Literal["batch", "row"], Dimension], ...] = (("batch", answer.batch), ("row", answer.row))
     for kind, dimension in kinds:
         if dimension and dimension[0][0] * dimension[0][1] == size:
-            stride, each = dimension[0][1], math.prod(count for count, _ in dimension[1:])
+            stride = dimension[0][1]
+            each = math.prod(count for count, _ in dimension[1:])
             if first % stride or last % stride:
                 return None
             return _Range(kind, first // stride * each, last // stride * each)
@@ -233,7 +236,8 @@ def _memory(access: Access, chosen: _Range, value: Value) -> AxisRange | None:
     rest = [*others, *other, (access.channels, access.channel)]
     if count * stride != value.size or access.start + sum((n - 1) * step for n, step in rest) >= stride:
         return None
-    each, axis = math.prod(n for n, _ in others), outermost(value.shape)
+    each = math.prod(n for n, _ in others)
+    axis = outermost(value.shape)
     first, last = (at // each * stride for at in (chosen.start, chosen.stop))
     place = math.prod(value.shape[axis + 1 :])
     return None if first % place or last % place else AxisRange(axis, first // place, last // place)
@@ -258,7 +262,8 @@ def _scores(
     for axis, size in enumerate(shape[:-1]):
         if before * total == queries and size > 1:
             each = math.prod(shape[axis + 1 : -1])
-            first, last = chosen.start * inner, chosen.stop * inner
+            first = chosen.start * inner
+            last = chosen.stop * inner
             if first % each or last % each:
                 return None
             span = AxisRange(axis, first // each, last // each)

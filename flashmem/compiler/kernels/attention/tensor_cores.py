@@ -13,21 +13,25 @@ from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.kernels.attention.configs import AttentionConfig
 from flashmem.target.descriptor import Feature
 
-_WARP, _TILE = 32, 16
+_WARP = 32
+_TILE = 16
 """Work-items of a warp, and queries of one instruction."""
 
 _LOCAL = 48 << 10
 """Bytes of local memory of a work-group, at most: NVIDIA's limit for OpenCL."""
 
-_MULTIPLIED, _COPIED = 1 / 7.0, 3.5
+_MULTIPLIED = 1 / 7.0
+_COPIED = 3.5
 """Cost of a product of attention and its share of softmax, and of copying a half, in multiplications of floats of a core. These
 and the next fit 85 pairs of a config and a shape on an H200, 2026-11-27.
 """
 
-_ROUND, _ROUND_SCORE = 78.0, 0.35
+_ROUND = 78.0
+_ROUND_SCORE = 0.35
 """Cost of a block of keys for a group that is alone, and for each row of scores of a warp: latencies."""
 
-_BEGIN, _BEGIN_SCORE = 155.0, 1.3
+_BEGIN = 155.0
+_BEGIN_SCORE = 1.3
 """The same, once for each group."""
 
 
@@ -93,8 +97,10 @@ class TensorAttention(AttentionConfig):
         """See `KernelConfig.cost`. The work-groups of a core share its copies and its matrix units."""
         groups = workload.batches * math.ceil(workload.rows / self.queries)
         each = math.ceil(groups / max(1, device.parallelism // CORE))
-        rounds, alone = math.ceil(workload.columns / self.keys), self.tiles * self.keys / self.parts
-        copied, multiplied = 2 * self.keys * workload.depth, 2 * self.queries * self.keys * workload.depth
+        rounds = math.ceil(workload.columns / self.keys)
+        alone = self.tiles * self.keys / self.parts
+        copied = 2 * self.keys * workload.depth
+        multiplied = 2 * self.queries * self.keys * workload.depth
         work = each * (_COPIED * copied + _MULTIPLIED * multiplied) / CORE
         return _BEGIN + _BEGIN_SCORE * alone + rounds * max(work, _ROUND + _ROUND_SCORE * alone)
 

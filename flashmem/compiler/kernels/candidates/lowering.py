@@ -22,14 +22,18 @@ _BLOCK = 1024
 @lowers("candidates")
 def lower_candidates(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Candidates to two launches, for any number of rows."""
-    node, on_cpu = group.main, context.descriptor.kind == "cpu"
-    x, temperature = node.input(0), node.input(1)
-    kept, depth = node.attributes["k"], x.shape[-1]
+    node = group.main
+    on_cpu = context.descriptor.kind == "cpu"
+    x = node.input(0)
+    temperature = node.input(1)
+    kept = node.attributes["k"]
+    depth = x.shape[-1]
     rows = x.size // depth
     alike = rows // temperature.size  # rows with the same temperature
     least, most = _CHUNK[context.descriptor.kind]
     chunk = max(least, min(most, -(-depth // _CHUNKS)))
-    chunks, lanes = -(-depth // chunk), 1 if on_cpu else context.descriptor.tile.lanes
+    chunks = -(-depth // chunk)
+    lanes = 1 if on_cpu else context.descriptor.tile.lanes
     best = Value(f"{group.output.name}.best", (rows, chunks, kept + 2), "int32")
     local = (lanes, 1)
     values = {"attributes": context.attributes(local), "stored": context.stored(x), "kept": kept}

@@ -174,7 +174,8 @@ class Contraction(KernelConfig):
 
         Sums in half are added to as many in float.
         """
-        sums, operands = self.rows * self.columns, 4 * (self.rows + self.columns)
+        sums = self.rows * self.columns
+        operands = 4 * (self.rows + self.columns)
         return (sums + (sums + operands) // 2 if self.half_run else sums + operands) + POINTERS
 
     def slots(self, device: EstimatedDevice) -> float:
@@ -446,7 +447,8 @@ class StagedWinograd(Winograd):
 MOST_PARTIAL = 1 << 24
 """Bytes of sums that the work-groups of one product may exchange through memory."""
 
-_JOIN, _JOINED = 170.0, 12.0
+_JOIN = 170.0
+_JOINED = 12.0
 """Cost of the launch that adds them, and of each addition, in multiplications: fit an H200, 2026-11-27."""
 
 

@@ -17,7 +17,9 @@ from flashmem.program.launches import KernelShape
 
 def lower_dynamic(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a product of two tensors (or of a tensor and a stack of constant matrices), such as attention's two products."""
-    a, b, y = group.main.input(0), group.main.input(1), group.main.outputs[0]
+    a = group.main.input(0)
+    b = group.main.input(1)
+    y = group.main.outputs[0]
     batch, (rows, columns), depth = y.shape[:-2], y.shape[-2:], a.shape[-1]
     batches = math.prod(batch)
     transposed = bool(group.main.attributes["transposed"])

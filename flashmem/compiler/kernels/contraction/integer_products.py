@@ -94,9 +94,11 @@ def _requantize(
 def _convolved(rewriter: Rewriter, node: Node, x: Value, w: Value, zero_x: Value | None, zero_w: Value | None) -> Value:
     """The int32 convolution, over two or three dimensions."""
     output = node.outputs[0]
-    sliding, shape = window(node, w.shape[2:]), output.shape
+    sliding = window(node, w.shape[2:])
+    shape = output.shape
     if len(x.shape) == 3:
-        sliding, shape = lift(sliding), (*shape[:2], 1, shape[2])
+        sliding = lift(sliding)
+        shape = (*shape[:2], 1, shape[2])
         x = reshaped(rewriter, x, (*x.shape[:2], 1, x.shape[2]))
         w = reshaped(rewriter, w, (*w.shape[:2], 1, w.shape[2]))
     zeros = [None if zero is None else _columns(rewriter, zero_point(zero)) for zero in (zero_x, zero_w)]

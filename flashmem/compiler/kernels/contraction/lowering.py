@@ -20,7 +20,8 @@ def lower_matmul(context: LoweringContext, group: FusionGroup) -> None:
         lower_dynamic(context, group)
         return
     shape = group.main.outputs[0].shape
-    rows, columns = math.prod(shape[:-1]), shape[-1]
+    rows = math.prod(shape[:-1])
+    columns = shape[-1]
     depth = group.main.input(0).shape[-1]
     lower_packed(context, PackedProduct(group, "matmul", rows, depth, [rows, depth, columns]))
 
@@ -29,10 +30,14 @@ def lower_matmul(context: LoweringContext, group: FusionGroup) -> None:
 def lower_deform_convolution(context: LoweringContext, group: FusionGroup) -> None:
     """Lower DeformConv: an implicit product whose taps are sampled."""
     node = group.main
-    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    x = node.input(0)
+    weight = node.input(1)
+    y = node.outputs[0]
     _, height, width, channels = x.shape
     *_, out_height, out_width, columns = y.shape
-    groups, offset_group, masked = node.attributes["group"], node.attributes["offset_group"], len(node.inputs) > 3
+    groups = node.attributes["group"]
+    offset_group = node.attributes["offset_group"]
+    masked = len(node.inputs) > 3
     dims = [
         y.size // columns, height, width, channels, channels // groups, out_height, out_width, columns, columns // groups,
         *weight.shape[2:], *node.attributes["strides"], *node.attributes["dilations"], *node.attributes["pads"][:2],

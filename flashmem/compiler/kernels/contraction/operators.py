@@ -21,14 +21,19 @@ from flashmem.compiler.operators.tiling_interface import product_tile, window_ti
 
 def _rewrite_gemm(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Gemm as MatMul, Mul by alpha and Add of beta times C."""
-    a, b, c = node.input(0), node.input(1), node.optional(2)
-    alpha, beta = float(node.attributes.get("alpha", 1.0)), float(node.attributes.get("beta", 1.0))
-    output, dtype = node.outputs[0], a.dtype
+    a = node.input(0)
+    b = node.input(1)
+    c = node.optional(2)
+    alpha = float(node.attributes.get("alpha", 1.0))
+    beta = float(node.attributes.get("beta", 1.0))
+    output = node.outputs[0]
+    dtype = a.dtype
     if node.attributes.get("transA", 0):
         a = transpose(rewriter, a, (1, 0), Value(f"{node.name}.a", a.shape[::-1], dtype))
     transposed = int(node.attributes.get("transB", 0))
     if transposed and b.constant is None:
-        b, transposed = transpose(rewriter, b, (1, 0), Value(f"{node.name}.b", b.shape[::-1], dtype)), 0
+        b = transpose(rewriter, b, (1, 0), Value(f"{node.name}.b", b.shape[::-1], dtype))
+        transposed = 0
     steps: list[tuple[str, Value]] = []
     if alpha != 1.0:
         steps.append(("Mul", constant(f"{node.name}.alpha", np.array([alpha], dtype))))
@@ -44,7 +49,9 @@ def _rewrite_gemm(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _rewrite_matmul(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite MatMul: vectors become matrices of one row or column; a transposed constant operand is read as stored."""
-    a, b, output = node.input(0), node.input(1), node.outputs[0]
+    a = node.input(0)
+    b = node.input(1)
+    output = node.outputs[0]
     if not a.size:  # empty sums
         rewriter.replaced[output] = constant(output.name, np.zeros(output.shape, output.dtype))
         return
@@ -73,7 +80,8 @@ def window(node: Node, kernel: Sequence[int]) -> dict[str, tuple[int, ...]]:
         extra = [int(i) for i in node.attributes.get("output_padding") or [0] * rank]
         sizes = zip(node.input(0).shape[2:], node.outputs[0].shape[2:], kernel, strides, dilations, extra, strict=True)
         totals = [_total_pad(node.op == "ConvTranspose", *each) for each in sizes]
-        smaller, larger = [total // 2 for total in totals], [total - total // 2 for total in totals]
+        smaller = [total // 2 for total in totals]
+        larger = [total - total // 2 for total in totals]
         pads = smaller + larger if automatic == "SAME_UPPER" else larger + smaller
     else:
         given = node.attributes.get("pads") if automatic == "NOTSET" else None
@@ -97,7 +105,10 @@ def lift(sliding: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
 
 def _rewrite_convolution(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite convolutions: 1D becomes 2D; the bias becomes an Add."""
-    x, w, bias, output = node.input(0), node.input(1), node.optional(2), node.outputs[0]
+    x = node.input(0)
+    w = node.input(1)
+    bias = node.optional(2)
+    output = node.outputs[0]
     sliding = window(node, w.shape[2:])
     group = int(node.attributes.get("group", 1))
     result = output
@@ -120,11 +131,15 @@ _LARGEST_BLOCK = 1024
 
 def _rewrite_col2im(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Col2Im as a transposed convolution of each channel's blocks: element t of a block is a channel for tap t."""
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     block, sliding, counts = _blocks(node)
     if len(block) == 1:
-        sliding, block, counts = lift(sliding), (1, *block), (1, *counts)
-    images, taps = x.shape[0] * output.shape[1], math.prod(block)
+        sliding = lift(sliding)
+        block = (1, *block)
+        counts = (1, *counts)
+    images = x.shape[0] * output.shape[1]
+    taps = math.prod(block)
     blocks = reshaped(rewriter, x, (images, taps, *counts))
     places = constant(f"{node.name}.places", np.eye(taps, dtype=np.float32).reshape(taps, 1, *block))
     image = (1, *output.shape[2:])[-len(block) :]
@@ -135,7 +150,8 @@ def _rewrite_col2im(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _blocks(node: Node) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], tuple[int, ...]]:
     """The block of a Col2Im, its sliding window, and the number of its places in each dimension."""
-    image, block = constant_integers(node, 1, "image_shape") or [], constant_integers(node, 2, "block_shape") or []
+    image = constant_integers(node, 1, "image_shape") or []
+    block = constant_integers(node, 2, "block_shape") or []
     rank = len(block)
     sliding = {
         name: tuple(int(i) for i in node.attributes.get(name) or default)
@@ -148,8 +164,10 @@ def _blocks(node: Node) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]], tu
 
 
 def _check_col2im(node: Node) -> str | None:
-    x, y = node.input(0).shape, node.outputs[0].shape
-    image, block = constant_integers(node, 1, "image_shape") or [], constant_integers(node, 2, "block_shape") or []
+    x = node.input(0).shape
+    y = node.outputs[0].shape
+    image = constant_integers(node, 1, "image_shape") or []
+    block = constant_integers(node, 2, "block_shape") or []
     rank = len(block)
     if rank not in (1, 2, 3) or len(image) != rank:
         return f"Col2Im over {len(image)} spatial dimensions in blocks of {rank} is not implemented (1, 2 and 3 are)"
@@ -174,7 +192,8 @@ def last_columns(node: Node) -> int:
 
 
 def _check_matmul(node: Node) -> str | None:
-    a, b = node.input(0).shape, node.input(1).shape
+    a = node.input(0).shape
+    b = node.input(1).shape
     if not a or not b:
         return f"MatMul of shapes {a} and {b}"
     inner = b[-2] if len(b) > 1 else b[0]
@@ -182,7 +201,9 @@ def _check_matmul(node: Node) -> str | None:
 
 
 def _check_gemm(node: Node) -> str | None:
-    a, b, c = node.input(0).shape, node.input(1).shape, node.optional(2)
+    a = node.input(0).shape
+    b = node.input(1).shape
+    c = node.optional(2)
     if len(a) != 2 or len(b) != 2:
         return f"Gemm of shapes {a} and {b}"
     rows, depth = reversed(a) if node.attributes.get("transA", 0) else a
@@ -197,8 +218,11 @@ def _check_gemm(node: Node) -> str | None:
 
 
 def _check_convolution(node: Node) -> str | None:
-    x, w, bias = node.input(0).shape, node.input(1), node.optional(2)
-    rank, group = len(x), int(node.attributes.get("group", 1))
+    x = node.input(0).shape
+    w = node.input(1)
+    bias = node.optional(2)
+    rank = len(x)
+    group = int(node.attributes.get("group", 1))
     transposed = node.op == "ConvTranspose"
     if rank not in (3, 4, 5):
         return f"{node.op} over {rank - 2} spatial dimensions is not implemented (1, 2 and 3 are)"
@@ -227,7 +251,8 @@ def bad_window(node: Node, kernel: Sequence[int]) -> str | None:
             return f"{node.op} with {name} {tuple(given)} over {rank} spatial dimensions"
     if not kernel or min(kernel) < 1:
         return f"{node.op} with a window of {tuple(kernel)}"
-    dilations, pads = node.attributes.get("dilations") or [1] * rank, node.attributes.get("pads") or [0] * (2 * rank)
+    dilations = node.attributes.get("dilations") or [1] * rank
+    pads = node.attributes.get("pads") or [0] * (2 * rank)
     automatic = str(node.attributes.get("auto_pad", "NOTSET"))
     rooms = [
         size + (pads[axis] + pads[axis + rank] if automatic == "NOTSET" else 0) - dilations[axis] * (kernel[axis] - 1) - 1

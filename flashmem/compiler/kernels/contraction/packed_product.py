@@ -157,7 +157,9 @@ def lower_packed(context: LoweringContext, product: PackedProduct) -> None:
 
 def _choose(context: LoweringContext, product: PackedProduct) -> _Choice:
     """The config and the operands of `product`."""
-    group, node, run = product.group, product.node, product.run
+    group = product.group
+    node = product.node
+    run = product.run
     binding = read_weights(context, node)
     path: MemoryPath = "buffer" if binding.format else context.memory_path
     workload = Workload(
@@ -201,8 +203,12 @@ def _storage(context: LoweringContext, product: PackedProduct, binding: WeightBi
 
 def _pack(context: LoweringContext, product: PackedProduct, choice: _Choice) -> _Packed:
     """The packing of the weights, their slices, and the tile that reads them."""
-    binding, config, panel, depth = choice.binding, choice.config, choice.panel, product.depth
-    by_block, path = binding.by_block, context.memory_path
+    binding = choice.binding
+    config = choice.config
+    panel = choice.panel
+    depth = product.depth
+    by_block = binding.by_block
+    path = context.memory_path
     in_heads = product.family == "matmul" and path == "buffer" and bool(by_block) and choice.operands.element in _BYTES
     in_buffers = choice.dots is not None or binding.format is not None
     packing = Packing(
@@ -225,7 +231,8 @@ def _pack(context: LoweringContext, product: PackedProduct, choice: _Choice) -> 
 
 def _layout(product: PackedProduct, choice: _Choice, packing: Packing, parts: Sequence[PackedSlice]) -> Layout:
     """The layout of a product whose weights are packed in `parts`."""
-    texture, step = parts[0].width > 0, choice.step
+    texture = parts[0].width > 0
+    step = choice.step
     plain = layout_of(choice.workload, choice.config, product.run)
     whole_steps = bool(choice.loop.strands) and not texture and product.depth % step == 0 and step % 8 == 0
     return replace(
@@ -244,7 +251,9 @@ def _fold_unit(product: PackedProduct, choice: _Choice) -> int:
 
     Where products of several steps are summed in half, the unit is the length of such a sum, which no fold may split.
     """
-    half, step, family = choice.config.half_run, choice.step, product.family
+    half = choice.config.half_run
+    step = choice.step
+    family = product.family
     steps = choice.config.steps if isinstance(choice.config, SlicedContraction) else 1
     if family == "deform_conv":
         return product.run
@@ -260,7 +269,9 @@ def _fold_unit(product: PackedProduct, choice: _Choice) -> int:
 
 def _bind(context: LoweringContext, product: PackedProduct, choice: _Choice, packed: _Packed) -> _Bound:
     """The kernel, its arguments, and the slices of the weights, placed in the weight file."""
-    group, node, tile = product.group, product.node, packed.tile
+    group = product.group
+    node = product.node
+    tile = packed.tile
     epilogue = context.epilogue(group, tile.vector)
     whole = tile.split_k == 1
     kernel = context.kernels.kernel(
@@ -272,7 +283,8 @@ def _bind(context: LoweringContext, product: PackedProduct, choice: _Choice, pac
         **_values(context, product, packed),
         **(context.epilogue_values(epilogue) if whole else _NO_EPILOGUE),
     )
-    left, result = context.operand(node.input(0)), context.tensor(group.output)
+    left = context.operand(node.input(0))
+    result = context.tensor(group.output)
     outside = []
     if product.family != "matmul":
         channels = product.dims[3]
@@ -286,7 +298,9 @@ def _bind_weights(
     context: LoweringContext, product: PackedProduct, choice: _Choice, packed: _Packed
 ) -> tuple[list[Arg], list[list[Arg]]]:
     """For each launch, the argument of its weights, and those of their zero points and scales."""
-    binding, packing, parts = choice.binding, packed.packing, packed.parts
+    binding = choice.binding
+    packing = packed.packing
+    parts = packed.parts
     if binding.codes is None:
         return [packed_at_run_time(context, product.group, product.groups, choice.panel)], [list(binding.args)]
     heads = [each.array for each in binding.by_block] if packed.in_heads else []
@@ -323,8 +337,12 @@ def _dims(product: PackedProduct, choice: _Choice, packed: _Packed) -> list[int]
 
 def _launch(context: LoweringContext, product: PackedProduct, packed: _Packed, bound: _Bound, i: int) -> None:
     """Append the launch for slice `i`, and the one that adds the sums of groups that share the depth."""
-    group, tile, part = product.group, packed.tile, packed.parts[i]
-    rows, columns, phases = product.rows, part.panels * tile.panel, math.prod(packed.packing.phases)
+    group = product.group
+    tile = packed.tile
+    part = packed.parts[i]
+    rows = product.rows
+    columns = part.panels * tile.panel
+    phases = math.prod(packed.packing.phases)
     number = f"[{i}]" if len(packed.parts) > 1 else ""
     folds = [part.height, part.panels * packed.packing.panel_texels] if tile.layout.texture else []
     sums = None
@@ -392,7 +410,8 @@ def _launch_join(
         attributes=context.attributes(_JOINING),
         **context.epilogue_values(epilogue),
     )
-    first, wide = part.first_panel * tile.panel, min(width, columns - part.first_panel * tile.panel)
+    first = part.first_panel * tile.panel
+    wide = min(width, columns - part.first_panel * tile.panel)
     args: list[Arg | int] = [context.tensor(sums), context.tensor(group.output), *context.operand_args(epilogue)]
     args += [split, rows, columns, first, width, *_places(group)]
     shape = KernelShape(rows=rows, columns=wide, depth=split, run=wide, vector=4)

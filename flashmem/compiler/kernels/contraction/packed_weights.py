@@ -25,10 +25,12 @@ def packed_at_run_time(context: LoweringContext, group: FusionGroup, groups: int
     outer, inner, *kernel = weight.shape
     taps = math.prod(kernel)
     if node.op == "ConvTranspose":
-        channels, columns = outer // groups, inner
+        channels = outer // groups
+        columns = inner
         strides = (channels * columns * taps, taps, columns * taps)  # of a group, a column, a channel
     else:
-        channels, columns = inner, outer // groups
+        channels = inner
+        columns = outer // groups
         strides = (columns * channels * taps, channels * taps, taps)
     panels = -(-columns // panel)
     made = Value(f"{weight.name}.packed", (groups, panels, taps, channels, panel), weight.dtype)

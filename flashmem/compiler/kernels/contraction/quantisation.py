@@ -115,7 +115,8 @@ def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -
         args = list(activation)
     else:
         parameters, made = _plain_parameters(context, node, quantized, block)
-        by_block, args = [], [*activation, *made]
+        by_block = []
+        args = [*activation, *made]
     return WeightBinding(
         cast(Storage, quantized.storage), quantized.codes.array, args, zero, scale,
         parameters.get("zero"), parameters["scale"], parameters.get("minimum"), block, by_block,
@@ -218,7 +219,8 @@ def read_both(context: LoweringContext, node: Node) -> tuple[Arg, WeightBinding]
 
     A stack of constant matrices stays integers of 8 or 16 bits if all steps of depth share a scale.
     """
-    right, output = node.input(1), node.outputs[0]
+    right = node.input(1)
+    output = node.outputs[0]
     quantized = right.constant
     if output.dtype != "float32":
         zero, right_zero, args = zero_points(context, node)

@@ -22,7 +22,8 @@ from flashmem.compiler.kernels.contraction.configs import (
 )
 from flashmem.target.descriptor import Feature
 
-_FLOAT_ITEMS, _FLOAT_STEPS = 8, 16
+_FLOAT_ITEMS = 8
+_FLOAT_STEPS = 16
 """Of the config for operands that are not in half: work-items, one below the other, and steps of depth of a K-block."""
 
 

@@ -122,7 +122,8 @@ def pieces_of(context: LoweringContext, config: Contraction, activation: str) ->
     return 2 if context.tf32 or activation == "half" else 3
 
 
-_SUMMED_COLUMNS, _MOST_STRANDS = 64, 4
+_SUMMED_COLUMNS = 64
+_MOST_STRANDS = 4
 """Floats of sums that hide the latency of a multiply-add: four steps of two units of eight floats."""
 
 

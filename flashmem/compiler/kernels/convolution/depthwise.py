@@ -19,14 +19,17 @@ from flashmem.compiler.operators.vector import REGISTER
 from flashmem.program.launches import KernelShape
 from flashmem.target.descriptor import DeviceDescriptor
 
-ROW_PIXELS, MOST_TAPS = 4, 11
+ROW_PIXELS = 4
+MOST_TAPS = 11
 """Depthwise convolution on phones: the most outputs of a row that a work-item computes, and the most taps across."""
 
 
 def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a depthwise convolution."""
     node = group.main
-    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    x = node.input(0)
+    weight = node.input(1)
+    y = node.outputs[0]
     batch, height, width, channels = x.shape
     out_height, out_width, columns = y.shape[1:]
     rows = batch * out_height * out_width
@@ -49,11 +52,14 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     tile = ContractionTile(config, operands, Layout(aligned_columns=columns % 4 == 0))
     values: dict[str, Any]
     if in_rows:
-        template, lines = "contraction/depthwise_row", batch * out_height * -(-out_width // pixels)
+        template = "contraction/depthwise_row"
+        lines = batch * out_height * -(-out_width // pixels)
         values = {"taps": kernel_w, "stride": stride_w, "reads": _reads(pixels, kernel_w, stride_w, dilation_w)}
         of_kernel = [kernel_h, stride_h, dilation_h]
     else:
-        template, lines, values = "contraction/depthwise", rows, {"multiplier": columns // channels}
+        template = "contraction/depthwise"
+        lines = rows
+        values = {"multiplier": columns // channels}
         of_kernel = [kernel_h, kernel_w, stride_h, stride_w, dilation_h, dilation_w]
     dims = [rows, height, width, columns, out_height, out_width, *of_kernel, *pads]
     epilogue = context.epilogue(group, vector)
@@ -62,7 +68,8 @@ def lower_depthwise(context: LoweringContext, group: FusionGroup) -> None:
     kernel = context.kernels.kernel(
         template, t=tile, attributes=context.attributes(local), **values, **context.epilogue_values(epilogue)
     )
-    read, dtype = binding.codes, np.dtype(storage)
+    read = binding.codes
+    dtype = np.dtype(storage)
     if read is None:
         packed = packed_at_run_time(context, group, 1, columns)
     else:
@@ -89,7 +96,8 @@ def _row_pixels(descriptor: DeviceDescriptor, taps: int, stride: int, dilation: 
     A work-item has the place of each pixel that it reads and whether that is inside the image; vectors of four floats for each
     sum, each tap and one pixel; and 20 registers more (as Mali's compiler reports: docs/research/phone-compilers.md).
     """
-    pixels, most = ROW_PIXELS, descriptor.registers.most if descriptor.registers else math.inf
+    pixels = ROW_PIXELS
+    most = descriptor.registers.most if descriptor.registers else math.inf
     while pixels > 1 and 2 * len(_reads(pixels, taps, stride, dilation)) + 4 * (pixels + taps + 1) + 20 > most:
         pixels //= 2
     return pixels

@@ -41,7 +41,8 @@ def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
     A 1x1 convolution is a MatMul; a depthwise convolution has its own kernel.
     """
     node = group.main
-    rows, columns = math.prod(node.outputs[0].shape[:-1]), node.outputs[0].shape[-1]
+    rows = math.prod(node.outputs[0].shape[:-1])
+    columns = node.outputs[0].shape[-1]
     channels = node.input(0).shape[-1]
     if _is_depthwise(node):
         lower_depthwise(context, group)
@@ -57,7 +58,8 @@ def lower_convolution(context: LoweringContext, group: FusionGroup) -> None:
 
 def _is_depthwise(node: Node) -> bool:
     """Whether each output channel of an image reads one input channel."""
-    groups, x = int(node.attributes["group"]), node.input(0)
+    groups = int(node.attributes["group"])
+    x = node.input(0)
     one_each = groups == x.shape[-1] and node.outputs[0].shape[-1] % groups == 0
     return node.op != "ConvTranspose" and len(x.shape) == 4 and groups > 1 and one_each
 
@@ -71,10 +73,12 @@ def _is_pointwise(node: Node) -> bool:
 
 def _winograd_config(context: LoweringContext, group: FusionGroup) -> Winograd | None:
     """The config of Winograd's algorithm, cut to the tiles, if that can compute the convolution and is chosen."""
-    node, y = group.main, group.main.outputs[0]
+    node = group.main
+    y = group.main.outputs[0]
     if not can_be_winograd(context, node):
         return None
-    channels, columns = node.input(0).shape[-1], y.shape[-1]
+    channels = node.input(0).shape[-1]
+    columns = y.shape[-1]
     workload = Workload("conv", context.memory_path, y.size // columns, 9 * channels, columns, taps=9)
     config = choice(context, group, workload, winograd=True)
     return config.cut(transformed(workload, _tiles(y))) if isinstance(config, Winograd) else None
@@ -83,11 +87,15 @@ def _winograd_config(context: LoweringContext, group: FusionGroup) -> Winograd |
 def _implicit_product(context: LoweringContext, group: FusionGroup) -> PackedProduct:
     """The convolution as a product of its taps, which the kernel reads from the image."""
     node = group.main
-    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    x = node.input(0)
+    weight = node.input(1)
+    y = node.outputs[0]
     *_, height, width, channels = x.shape
     *_, out_height, out_width, columns = y.shape
-    groups, volume = int(node.attributes["group"]), len(x.shape) == 5
-    rows, run = y.size // columns, channels // groups
+    groups = int(node.attributes["group"])
+    volume = len(x.shape) == 5
+    rows = y.size // columns
+    run = channels // groups
     *front, kernel_h, kernel_w = zip(
         weight.shape[2:], node.attributes["strides"], node.attributes["dilations"], node.attributes["pads"], strict=False
     )
@@ -106,11 +114,14 @@ def _implicit_product(context: LoweringContext, group: FusionGroup) -> PackedPro
 
 def _in_rows(context: LoweringContext, node: Node) -> bool:
     """Whether `node` is computed by rows of taps: floats, few channels, image rows of a multiple of four elements."""
-    x, weight, attributes = node.input(0), node.input(1), node.attributes
+    x = node.input(0)
+    weight = node.input(1)
+    attributes = node.attributes
     if node.op != "Conv" or len(x.shape) != 4 or weight.constant is None or isinstance(weight.constant, QuantizedConstant):
         return False
     _, _, width, channels = x.shape
-    run, stride = weight.shape[3] * channels, attributes["strides"][1] * channels
+    run = weight.shape[3] * channels
+    stride = attributes["strides"][1] * channels
     return (
         channels % 4 > 0
         and int(attributes["group"]) == attributes["dilations"][1] == 1
@@ -125,12 +136,18 @@ def _in_rows(context: LoweringContext, node: Node) -> bool:
 def _lower_rows(context: LoweringContext, group: FusionGroup) -> None:
     """Launch the kernel for few channels (convolution/conv_row.cl.j2) once for each slice of the weights."""
     node = group.main
-    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    x = node.input(0)
+    weight = node.input(1)
+    y = node.outputs[0]
     images, height, width, channels = x.shape
     _, out_height, out_width, columns = y.shape
     kernel_h, kernel_w = weight.shape[2:]
-    pads, strides, rows = node.attributes["pads"], node.attributes["strides"], y.size // columns
-    run, depth, stride = kernel_w * channels, kernel_h * kernel_w * channels, strides[1] * channels
+    pads = node.attributes["pads"]
+    strides = node.attributes["strides"]
+    rows = y.size // columns
+    run = kernel_w * channels
+    depth = kernel_h * kernel_w * channels
+    stride = strides[1] * channels
     binding = read_weights(context, node, blocks=False)
     assert binding.codes is not None  # `_in_rows`: the weights are constant
     workload = Workload("conv", context.memory_path, rows, depth, columns, storage=binding.storage, taps=kernel_h * kernel_w)
@@ -181,7 +198,8 @@ def _lower_rows(context: LoweringContext, group: FusionGroup) -> None:
 
 def _steps(run: int, stride: int, phase: int, rows: int) -> list[tuple[int, list[int], list[tuple[int, int]]]]:
     """For each step of a run: itself, the groups of four elements first used there, and (group, element) of each pixel."""
-    steps, known = [], set[int]()
+    steps = []
+    known = set[int]()
     for step in range(run):
         uses = [divmod(step + pixel * stride + phase, 4) for pixel in range(rows)]
         steps.append((step, sorted({group for group, _ in uses} - known), uses))
@@ -194,7 +212,9 @@ def can_be_winograd(context: LoweringContext, node: Node) -> bool:
 
     Its sums are those of floats, so `--precision fp16` and `tf32` do without it.
     """
-    x, weight, attributes = node.input(0), node.input(1), node.attributes
+    x = node.input(0)
+    weight = node.input(1)
+    attributes = node.attributes
     return (
         node.op == "Conv"
         and weight.shape[2:] == (3, 3)
@@ -223,10 +243,13 @@ def transformed_weights(weight: NDArray[Any]) -> NDArray[np.float32]:
 def _lower_winograd(context: LoweringContext, group: FusionGroup, config: Winograd) -> None:
     """Launch Winograd's kernel once for each slice of the transformed weights. `config` is cut to the tiles."""
     node = group.main
-    x, weight, y = node.input(0), node.input(1), node.outputs[0]
+    x = node.input(0)
+    weight = node.input(1)
+    y = node.outputs[0]
     images, height, width, channels = x.shape
     _, out_height, out_width, columns = y.shape
-    tiles, depth = _tiles(y), 16 * channels
+    tiles = _tiles(y)
+    depth = 16 * channels
     assert weight.constant is not None
     read = weight.constant.array
     packing = Packing(depth, columns, 1, config.panel, "float32", context.memory_path, 1, context.descriptor)

@@ -15,7 +15,9 @@ _BYTES: Types = frozenset({"uint8"})
 
 def gather_blocks(rewriter: Rewriter, node: Node) -> None:
     """Rewrite a Gather of rows of a table in blocks: gather their bytes, then compute the result."""
-    table, indices, output = node.input(0), node.input(1), node.outputs[0]
+    table = node.input(0)
+    indices = node.input(1)
+    output = node.outputs[0]
     blocks = table.constant
     assert isinstance(blocks, BlockConstant)
     stored = Value(f"{table.name}.blocks", blocks.data.shape, "uint8", blocks.data)

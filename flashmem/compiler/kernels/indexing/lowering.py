@@ -31,7 +31,10 @@ def _parts(node: Node) -> list[tuple[int, int]]:
 def lower_gather_at(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a gather: copy a run of elements for each position."""
     node = group.main
-    x, indices, positions, run = node.input(0), node.input(1), node.attributes["positions"], node.attributes["run"]
+    x = node.input(0)
+    indices = node.input(1)
+    positions = node.attributes["positions"]
+    run = node.attributes["run"]
     count = math.prod(positions)
     items = (run, count)
     local = context.work_group(items)
@@ -57,8 +60,11 @@ def lower_gather_at(context: LoweringContext, group: FusionGroup) -> None:
 @lowers("block_rows")
 def lower_block_rows(context: LoweringContext, group: FusionGroup) -> None:
     """Lower rows of ggml's blocks to floats."""
-    x, y, kind = group.main.input(0), group.output, FORMATS[group.main.attributes["format"]]
-    depth, places = y.shape[-1], bit_places(kind)
+    x = group.main.input(0)
+    y = group.output
+    kind = FORMATS[group.main.attributes["format"]]
+    depth = y.shape[-1]
+    places = bit_places(kind)
     rows = y.size // depth
     local = context.work_group((depth, rows))
     count = len(places.numbers)
@@ -82,7 +88,9 @@ def lower_block_rows(context: LoweringContext, group: FusionGroup) -> None:
 
 def _copy(context: LoweringContext, group: FusionGroup) -> None:
     """Copy the data to the output before updates are written into it; nothing if they cover all of it, or it is there."""
-    x, y, fill = group.main.input(0), group.output, group.main.attributes["fill"]
+    x = group.main.input(0)
+    y = group.output
+    fill = group.main.attributes["fill"]
     if group.main.attributes["covered"] or context.buffers.holds(y, x, 0):
         return
     source = x if fill is None else None
@@ -94,7 +102,8 @@ def _copy(context: LoweringContext, group: FusionGroup) -> None:
 def lower_place(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a copy of the data and a copy of the updates into a region of it."""
     _copy(context, group)
-    given, updates = group.main.attributes, group.main.input(1)
+    given = group.main.attributes
+    updates = group.main.input(1)
     start = given["start"]
     copy_region(
         context, group, updates, group.output, given["region"], given["source"], given["target"], target_start=start,
@@ -124,9 +133,14 @@ def lower_scatter(context: LoweringContext, group: FusionGroup) -> None:
     """
     _copy(context, group)
     both = [group, *group.joined]
-    node, y = group.main, group.output
-    given, indices, updates = node.attributes, node.input(1), node.input(2)
-    count, steps, places = math.prod(given["items"]), given["steps"], given["places"]
+    node = group.main
+    y = group.output
+    given = node.attributes
+    indices = node.input(1)
+    updates = node.input(2)
+    count = math.prod(given["items"])
+    steps = given["steps"]
+    places = given["places"]
     is_ordered = given["ordered"] and steps > 1
     # Each span of places reads all indices, so there are only as many spans as keep the device busy.
     spans = min(places, max(1, _PARALLEL[context.descriptor.kind] // count))
@@ -160,11 +174,16 @@ def lower_scatter_quantised(context: LoweringContext, group: FusionGroup) -> Non
     _copy(context, group)
     both = [group, *group.joined]
     node = group.main
-    given, indices, updates = node.attributes, node.input(1), node.input(2)
-    size, steps, count = given["size"], given["steps"], math.prod(given["items"])
+    given = node.attributes
+    indices = node.input(1)
+    updates = node.input(2)
+    size = given["size"]
+    steps = given["steps"]
+    count = math.prod(given["items"])
     vector = math.gcd(size, context.descriptor.tile.vector)
     lanes = min(context.descriptor.tile.lanes, 1 << (size // vector - 1).bit_length())
-    items, local = (lanes, steps, len(both) * count), (lanes, 1, 1)
+    items = (lanes, steps, len(both) * count)
+    local = (lanes, 1, 1)
     kernel = context.kernels.kernel(
         "indexing/scatter_quantised",
         attributes=context.attributes(local),

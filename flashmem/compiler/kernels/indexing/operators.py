@@ -80,7 +80,8 @@ def _rewrite_gather_elements(rewriter: Rewriter, node: Node, opset: int) -> None
 
 def _check_elements(node: Node) -> str | None:
     """Check GatherElements and ScatterElements: a valid axis, and indices no larger than the other axes."""
-    shape, indices = node.input(0).shape, node.input(1)
+    shape = node.input(0).shape
+    indices = node.input(1)
     axis = int(node.attributes.get("axis", 0))
     if (reason := bad_axis(node, [axis], len(shape))) is not None:
         return reason
@@ -96,9 +97,12 @@ def _check_elements(node: Node) -> str | None:
 
 def _rewrite_gather_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite GatherND: several contiguous indices for each run of elements."""
-    x, indices = node.input(0), node.input(1)
-    batch, parts = int(node.attributes.get("batch_dims", 0)), indices.shape[-1]
-    sizes, strides = x.shape[batch : batch + parts], row_major(x.shape)
+    x = node.input(0)
+    indices = node.input(1)
+    batch = int(node.attributes.get("batch_dims", 0))
+    parts = indices.shape[-1]
+    sizes = x.shape[batch : batch + parts]
+    strides = row_major(x.shape)
     positions = indices.shape[:-1]
     rewriter.add(
         "GatherAt", [x, _from_front(indices, sizes)], node.outputs[0], node.name,
@@ -110,7 +114,8 @@ def _rewrite_gather_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _check_nd(node: Node) -> str | None:
     """Check GatherND and ScatterND."""
-    shape, indices = node.input(0).shape, node.input(1)
+    shape = node.input(0).shape
+    indices = node.input(1)
     batch = int(node.attributes.get("batch_dims", 0))
     parts = indices.shape[-1] if indices.shape else 0
     room = min(len(shape), len(indices.shape)) - 1
@@ -146,7 +151,9 @@ def _scattered(rewriter: Rewriter, node: Node, indices: Value, updates: Value, p
     Constant indices that form a regular region need no index at run time. Those that reach no element twice need no order.
     `repeats`: whether indices computed at run time may reach an element twice.
     """
-    x, output, reduction = node.input(0), node.outputs[0], node.attributes.get("reduction", "none")
+    x = node.input(0)
+    output = node.outputs[0]
+    reduction = node.attributes.get("reduction", "none")
     if not updates.size:
         rewriter.add("Reshape", [x], output)
         return
@@ -223,9 +230,12 @@ def _filled(x: Value) -> float | int | None:
 
 def _rewrite_scatter_elements(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite ScatterElements: an item for each line of the indices along the axis."""
-    x, indices, updates = node.input(0), node.input(1), node.input(2)
+    x = node.input(0)
+    indices = node.input(1)
+    updates = node.input(2)
     axis = from_front(int(node.attributes.get("axis", 0)), len(x.shape))
-    given, target = row_major(indices.shape), row_major(x.shape)
+    given = row_major(indices.shape)
+    target = row_major(x.shape)
     others = _without(given, axis)
     plan = _Scatter(
         _without(indices.shape, axis), others, others, _without(target, axis), (indices.shape[axis],), given[axis], given[axis],
@@ -236,7 +246,9 @@ def _rewrite_scatter_elements(rewriter: Rewriter, node: Node, opset: int) -> Non
 
 def _rewrite_scatter_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite ScatterND: an item for each element of an indexed block, so that neighbours are contiguous on both sides."""
-    x, indices, updates = node.input(0), node.input(1), node.input(2)
+    x = node.input(0)
+    indices = node.input(1)
+    updates = node.input(2)
     parts = indices.shape[-1]
     run = math.prod(x.shape[parts:])
     sizes = x.shape[:parts]
@@ -248,7 +260,9 @@ def _rewrite_scatter_nd(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _check_updates(node: Node) -> str | None:
     """Check updates: one for each index, of the type of the data, and a reduction that ONNX has."""
-    x, indices, updates = node.input(0), node.input(1), node.input(2)
+    x = node.input(0)
+    indices = node.input(1)
+    updates = node.input(2)
     wanted = (*indices.shape[:-1], *x.shape[indices.shape[-1] :]) if node.op == "ScatterND" else indices.shape
     if updates.shape != wanted:
         return f"{node.op} with updates of shape {updates.shape}, not {wanted}"
@@ -260,9 +274,13 @@ def _check_updates(node: Node) -> str | None:
 
 def _rewrite_tensor_scatter(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite TensorScatter: a run of updates along the axis for each entry of the batch, from its index on."""
-    x, updates, first = node.input(0), node.input(1), node.optional(2)
+    x = node.input(0)
+    updates = node.input(1)
+    first = node.optional(2)
     axis = from_front(int(node.attributes.get("axis", -2)), len(x.shape))
-    batch, length, size = x.shape[0], updates.shape[axis], x.shape[axis]
+    batch = x.shape[0]
+    length = updates.shape[axis]
+    size = x.shape[axis]
     is_circular = node.attributes.get("mode", "linear") == "circular"
     steps = np.arange(length)
     if first is None or first.constant is not None:
@@ -276,7 +294,8 @@ def _rewrite_tensor_scatter(rewriter: Rewriter, node: Node, opset: int) -> None:
         if is_circular:
             around = constant(f"{node.name}.size", np.array(size))
             indices = rewriter.emit("Mod", [indices, around], indices.shape, "int64", f"{node.name}.around")
-    given, target = row_major(updates.shape), row_major(x.shape)
+    given = row_major(updates.shape)
+    target = row_major(x.shape)
     items = _without(updates.shape, axis)
     plan = _Scatter(
         items, (length, *[0] * (len(items) - 1)), _without(given, axis), _without(target, axis), (length,), 1, given[axis],
@@ -286,11 +305,14 @@ def _rewrite_tensor_scatter(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_tensor_scatter(node: Node) -> str | None:
-    x, updates, first = node.input(0), node.input(1), node.optional(2)
+    x = node.input(0)
+    updates = node.input(1)
+    first = node.optional(2)
     axis = int(node.attributes.get("axis", -2))
     if (reason := bad_axis(node, [axis], len(x.shape))) is not None:
         return reason
-    axis, mode = from_front(axis, len(x.shape)), node.attributes.get("mode", "linear")
+    axis = from_front(axis, len(x.shape))
+    mode = node.attributes.get("mode", "linear")
     if axis == 0:
         return "TensorScatter along axis 0, which is the batch"
     if mode not in ("linear", "circular"):
@@ -314,9 +336,12 @@ def _check_tensor_scatter(node: Node) -> str | None:
 
 def _rewrite_reverse_sequence(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite ReverseSequence: step t of a sequence of length n is its step n - 1 - t; later steps stay."""
-    x, lengths = node.input(0), node.input(1)
+    x = node.input(0)
+    lengths = node.input(1)
     time = int(node.attributes.get("time_axis", 0))
-    steps, entries, positions = x.shape[time], x.shape[1 - time], x.shape[:2]
+    steps = x.shape[time]
+    entries = x.shape[1 - time]
+    positions = x.shape[:2]
     strides = row_major(x.shape)
 
     def along(axis: int, size: int) -> tuple[int, int]:
@@ -337,8 +362,10 @@ def _rewrite_reverse_sequence(rewriter: Rewriter, node: Node, opset: int) -> Non
 
 
 def _check_reverse_sequence(node: Node) -> str | None:
-    shape, lengths = node.input(0).shape, node.input(1)
-    batch, time = int(node.attributes.get("batch_axis", 1)), int(node.attributes.get("time_axis", 0))
+    shape = node.input(0).shape
+    lengths = node.input(1)
+    batch = int(node.attributes.get("batch_axis", 1))
+    time = int(node.attributes.get("time_axis", 0))
     if len(shape) < 2 or {batch, time} != {0, 1}:
         return f"ReverseSequence with batch_axis {batch} and time_axis {time} of a tensor of {len(shape)} dimensions"
     if lengths.shape != (shape[batch],):
@@ -353,7 +380,9 @@ def _check_reverse_sequence(node: Node) -> str | None:
 
 def _rewrite_compress(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Compress as a Gather of the positions that the condition, a constant, selects."""
-    x, condition, output = node.input(0), node.input(1).constant, node.outputs[0]
+    x = node.input(0)
+    condition = node.input(1).constant
+    output = node.outputs[0]
     assert condition is not None
     axis = node.attributes.get("axis")
     if axis is None:
@@ -363,7 +392,8 @@ def _rewrite_compress(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_compress(node: Node) -> str | None:
-    x, axis = node.input(0), node.attributes.get("axis")
+    x = node.input(0)
+    axis = node.attributes.get("axis")
     if axis is not None and (reason := bad_axis(node, [int(axis)], len(x.shape))) is not None:
         return reason
     condition = node.input(1).constant

@@ -68,7 +68,9 @@ def copy_region(
     if source is not None and (form := _tiles(context, source, target, grid)) is not None:
         _move_tiles(context, group, source, target, form, [source_start, target_start], part)
         return
-    block, step, scatters = 1, 0, False
+    block = 1
+    step = 0
+    scatters = False
     if vector > 1:
         grid[0] = (grid[0][0] // vector, vector, vector)
     elif source is not None:
@@ -205,7 +207,8 @@ def _move_tiles(
         items = (-(-across // form.across) * form.across, -(-down // form.down) * lines, places)
         local = (form.across, lines, 1)
     else:
-        items, local = (*blocks, places), (1, 1, WORK_GROUP if places >= WORK_GROUP * _FEWEST_ITEMS else 1)
+        items = (*blocks, places)
+        local = (1, 1, WORK_GROUP if places >= WORK_GROUP * _FEWEST_ITEMS else 1)
     stored, made = context.copied(source, target)
     kernel = context.kernels.kernel(
         "movement/transpose",
@@ -261,7 +264,9 @@ _LEAST_BLOCK = 4
 @lowers("transpose")
 def lower_transpose(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Transpose: the source is read with permuted strides."""
-    x, y, perm = group.main.input(0), group.output, group.main.attributes["perm"]
+    x = group.main.input(0)
+    y = group.output
+    perm = group.main.attributes["perm"]
     strides = row_major(x.shape)
     copy_region(context, group, x, y, y.shape, [strides[axis] for axis in perm], row_major(y.shape))
 
@@ -269,7 +274,8 @@ def lower_transpose(context: LoweringContext, group: FusionGroup) -> None:
 @lowers("slice")
 def lower_slice(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Slice: a start and a step in each dimension, which may be negative."""
-    x, y = group.main.input(0), group.output
+    x = group.main.input(0)
+    y = group.output
     strides = row_major(x.shape)
     start = _dot(strides, group.main.attributes["starts"])
     stepped = [stride * step for stride, step in zip(strides, group.main.attributes["steps"], strict=True)]
@@ -279,15 +285,18 @@ def lower_slice(context: LoweringContext, group: FusionGroup) -> None:
 @lowers("expand")
 def lower_expand(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Expand: broadcast dimensions have stride 0."""
-    x, y = group.main.input(0), group.output
+    x = group.main.input(0)
+    y = group.output
     copy_region(context, group, x, y, y.shape, broadcast_strides(x.shape, y.shape), row_major(y.shape))
 
 
 @lowers("tile")
 def lower_tile(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Tile: each dimension becomes (repeats, size); the source has stride 0 along the repeats."""
-    x, y = group.main.input(0), group.output
-    region, source = [], []
+    x = group.main.input(0)
+    y = group.output
+    region = []
+    source = []
     for size, stride, repeat in zip(x.shape, row_major(x.shape), group.main.attributes["repeats"], strict=True):
         region += [repeat, size]
         source += [0, stride]
@@ -297,8 +306,10 @@ def lower_tile(context: LoweringContext, group: FusionGroup) -> None:
 @lowers("concat")
 def lower_concat(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Concat: one copy for each input that is not already in its place in the output."""
-    y, axis = group.output, group.main.attributes["axis"]
-    target, start = row_major(y.shape), 0
+    y = group.output
+    axis = group.main.attributes["axis"]
+    target = row_major(y.shape)
+    start = 0
     there = {i for i, (x, at) in enumerate(parts_in_place(group.main)) if context.buffers.holds(y, x, at)}
     for i, x in enumerate(value for value in group.main.inputs if value is not None):
         if i not in there:
@@ -311,7 +322,9 @@ def lower_concat(context: LoweringContext, group: FusionGroup) -> None:
 @lowers("pad")
 def lower_pad(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Pad with a constant: fill, then copy."""
-    x, y, before = group.main.input(0), group.output, group.main.attributes["before"]
+    x = group.main.input(0)
+    y = group.output
+    before = group.main.attributes["before"]
     fill = scalar_literal(y.dtype, group.main.attributes["value"])
     copy_region(context, group, None, y, y.shape, row_major(y.shape), row_major(y.shape), fill=fill, part="[fill]")
     # A negative pad crops: the region starts inside the source.
@@ -320,7 +333,8 @@ def lower_pad(context: LoweringContext, group: FusionGroup) -> None:
     region = [
         max(0, min(size - first, out - start)) for size, first, out, start in zip(x.shape, firsts, y.shape, starts, strict=True)
     ]
-    source, target = row_major(x.shape), row_major(y.shape)
+    source = row_major(x.shape)
+    target = row_major(y.shape)
     copy_region(
         context, group, x, y, region, source, target,
         source_start=_dot(firsts, source), target_start=_dot(starts, target), part="[copy]",
@@ -330,7 +344,9 @@ def lower_pad(context: LoweringContext, group: FusionGroup) -> None:
 @lowers("frames")
 def lower_frames(context: LoweringContext, group: FusionGroup) -> None:
     """Lower the frames of a signal, which overlap: in the source, the next frame starts `step` elements later."""
-    x, y, step = group.main.input(0), group.output, group.main.attributes["step"]
+    x = group.main.input(0)
+    y = group.output
+    step = group.main.attributes["step"]
     _, length, components = x.shape
     batch, frames, size, _ = y.shape
     region = (batch, frames, size * components)
@@ -340,8 +356,12 @@ def lower_frames(context: LoweringContext, group: FusionGroup) -> None:
 @lowers("gather")
 def lower_gather(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Gather. An index out of range writes the launch's number to the status tensor; no read leaves the table."""
-    data, indices, axis = group.main.input(0), group.main.input(1), group.main.attributes["axis"]
-    outer, inner, count = math.prod(data.shape[:axis]), math.prod(data.shape[axis + 1 :]), indices.size
+    data = group.main.input(0)
+    indices = group.main.input(1)
+    axis = group.main.attributes["axis"]
+    outer = math.prod(data.shape[:axis])
+    inner = math.prod(data.shape[axis + 1 :])
+    count = indices.size
     items = (inner, outer * count)
     local = context.work_group(items)
     stored, made = context.copied(data, group.output)

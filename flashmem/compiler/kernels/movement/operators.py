@@ -42,7 +42,8 @@ from flashmem.compiler.operators.tiling_interface import (
 
 def rewrite_reshape(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite a change of shape as a Reshape, which moves no data; a constant is reshaped when it is read."""
-    source, output = node.input(0), node.outputs[0]
+    source = node.input(0)
+    output = node.outputs[0]
     if source.constant is not None:
         rewriter.replaced[output] = reshaped_constant(source, output.name, output.shape)
     else:
@@ -50,13 +51,15 @@ def rewrite_reshape(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_reshape(node: Node) -> str | None:
-    x, y = node.input(0), node.outputs[0]
+    x = node.input(0)
+    y = node.outputs[0]
     return None if x.size == y.size else f"{node.op} of {x.size} elements ({x.name}) to {y.size}"
 
 
 def _rewrite_transpose(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Transpose. A constant is transposed when it is read, and its stored form is recorded."""
-    source, output = node.input(0), node.outputs[0]
+    source = node.input(0)
+    output = node.outputs[0]
     perm = _perm(node)
     if source.constant is not None:
         swapped = transposed_constant(source, output.name, perm)
@@ -90,7 +93,8 @@ def _sliced(rewriter: Rewriter, name: str, x: Value, output: Value, starts: Sequ
     elif x.shape == output.shape and all(step == 1 for step in steps):
         rewriter.add("Reshape", [x], output, name)
     elif x.producer is not None and x.producer.op == "Slice":
-        whole, before = x.producer.input(0), x.producer.attributes
+        whole = x.producer.input(0)
+        before = x.producer.attributes
         both = list(zip(before["starts"], before["steps"], starts, steps, strict=True))
         first = tuple(near + far * start for near, far, start, _ in both)
         rewriter.add("Slice", [whole], output, name, starts=first, steps=tuple(far * step for _, far, _, step in both))
@@ -100,7 +104,8 @@ def _sliced(rewriter: Rewriter, name: str, x: Value, output: Value, starts: Sequ
 
 def _bounds(node: Node) -> tuple[list[int], list[int], list[int], list[int]]:
     """Starts, ends, axes and steps of a Slice, given or by default."""
-    starts, ends = constant_integers(node, 1, "starts") or [], constant_integers(node, 2, "ends") or []
+    starts = constant_integers(node, 1, "starts") or []
+    ends = constant_integers(node, 2, "ends") or []
     axes = constant_integers(node, 3, "axes") or list(range(len(starts)))
     steps = constant_integers(node, 4, "steps") or [1] * len(starts)
     return starts, ends, axes, steps
@@ -126,7 +131,8 @@ def _slices(node: Node) -> list[tuple[int, int, int]]:
 def _rewrite_slice(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Slice: a start and a step in every dimension."""
     chosen = _slices(node)
-    starts, steps = [start for start, _, _ in chosen], [step for _, step, _ in chosen]
+    starts = [start for start, _, _ in chosen]
+    steps = [step for _, step, _ in chosen]
     _sliced(rewriter, node.name, node.input(0), node.outputs[0], starts, steps)
 
 
@@ -171,9 +177,11 @@ def _pads(node: Node) -> tuple[list[int], list[int]]:
     rank = len(node.input(0).shape)
     given = constant_integers(node, 1, "pads") or []
     axes = [from_front(axis, rank) for axis in constant_integers(node, 3, "axes") or range(rank)]
-    before, after = [0] * rank, [0] * rank
+    before = [0] * rank
+    after = [0] * rank
     for axis, first, last in zip(axes, given, given[len(axes) :], strict=False):
-        before[axis], after[axis] = first, last
+        before[axis] = first
+        after[axis] = last
     return before, after
 
 
@@ -182,7 +190,8 @@ def _rewrite_pad(rewriter: Rewriter, node: Node, opset: int) -> None:
 
     Other modes than constant are gathers, axis by axis.
     """
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     before, after = _pads(node)
     mode = node.attributes.get("mode", "constant")
     if mode == "constant":
@@ -237,7 +246,9 @@ def _check_pad(node: Node) -> str | None:
 
 def _rewrite_gather(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Gather: constant indices into a constant are evaluated at once; evenly spaced indices are a Slice."""
-    data, indices, output = node.input(0), node.input(1), node.outputs[0]
+    data = node.input(0)
+    indices = node.input(1)
+    output = node.outputs[0]
     rank = len(data.shape)
     axis = from_front(int(node.attributes.get("axis", 0)), rank)
     if indices.constant is None and isinstance(data.constant, QuantizedConstant):
@@ -267,7 +278,8 @@ def _rewrite_gather(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_gather(node: Node) -> str | None:
-    data, indices = node.input(0), node.input(1)
+    data = node.input(0)
+    indices = node.input(1)
     axis = int(node.attributes.get("axis", 0))
     if (reason := bad_axis(node, [axis], len(data.shape))) is not None:
         return reason
@@ -287,7 +299,8 @@ def _rewrite_tile(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_tile(node: Node) -> str | None:
-    repeats, shape = constant_integers(node, 1, "repeats") or [], node.input(0).shape
+    repeats = constant_integers(node, 1, "repeats") or []
+    shape = node.input(0).shape
     if len(repeats) != len(shape):
         return f"Tile with {len(repeats)} repeats of a tensor of {len(shape)} dimensions"
     return None
@@ -295,7 +308,8 @@ def _check_tile(node: Node) -> str | None:
 
 def _rewrite_expand(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Expand, as a Reshape if it adds no element."""
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     rewriter.add("Reshape" if x.size == output.size else "Expand", [x], output, node.name)
 
 
@@ -321,7 +335,8 @@ def _check_concat(node: Node) -> str | None:
 def _rewrite_shape(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Shape and Size as constants."""
     shape = np.array(node.input(0).shape, np.int64)
-    first, last = int(node.attributes.get("start", 0)), node.attributes.get("end")
+    first = int(node.attributes.get("start", 0))
+    last = node.attributes.get("end")
     data = np.array(math.prod(shape.tolist()), np.int64) if node.op == "Size" else shape[first:last]
     rewriter.replaced[node.outputs[0]] = constant(node.outputs[0].name, data)
 
@@ -334,7 +349,8 @@ def _rewrite_dropout(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_dropout(node: Node) -> str | None:
-    training, ratio = node.optional(2), node.optional(1)
+    training = node.optional(2)
+    ratio = node.optional(1)
     if training is None:
         return None
     if training.constant is None:
@@ -351,9 +367,12 @@ def _rewrite_blocks(rewriter: Rewriter, node: Node, opset: int) -> None:
 
     `DCR` puts the position before the channel, `CRD` behind it.
     """
-    x, output, block = node.input(0), node.outputs[0], int(node.attributes["blocksize"])
+    x = node.input(0)
+    output = node.outputs[0]
+    block = int(node.attributes["blocksize"])
     batch, channels, height, width = x.shape if node.op == "SpaceToDepth" else output.shape
-    height, width = height // block, width // block
+    height = height // block
+    width = width // block
     is_behind = node.attributes.get("mode", "DCR") == "CRD"
     spread: tuple[int, ...] = (batch, channels, height, block, width, block)
     # From channels with block positions to rows and columns of blocks.
@@ -368,7 +387,9 @@ def _rewrite_blocks(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_blocks(node: Node) -> str | None:
-    shape, block, mode = node.input(0).shape, int(node.attributes["blocksize"]), node.attributes.get("mode", "DCR")
+    shape = node.input(0).shape
+    block = int(node.attributes["blocksize"])
+    mode = node.attributes.get("mode", "DCR")
     if mode not in ("DCR", "CRD"):
         return f"{node.op} with mode {mode!r}; there are DCR and CRD"
     divided = (1,) if node.op == "DepthToSpace" else (2, 3)

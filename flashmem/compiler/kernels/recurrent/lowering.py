@@ -42,7 +42,9 @@ def lower_recurrent(context: LoweringContext, group: FusionGroup) -> None:
     """Lower all steps of one direction, in order."""
     node = group.main
     a = node.attributes
-    steps, batch, hidden = a["steps"], a["batch"], a["hidden"]
+    steps = a["steps"]
+    batch = a["batch"]
+    hidden = a["hidden"]
     projected, recurrence, candidate, lengths, first_h, first_c, peepholes, bias = node.inputs
     assert projected is not None and recurrence is not None
     state, cell, reset = (Value(f"{node.name}.{part}", (batch, hidden), "float32") for part in ("h", "c", "reset"))

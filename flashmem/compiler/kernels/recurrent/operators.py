@@ -79,10 +79,13 @@ def _piece(
             return (chosen if part is None else chosen[slice(*part)]).reshape(shape)
 
         return derived(value, name, shape, take)
-    starts, sizes = [0] * len(value.shape), list(value.shape)
-    starts[axis], sizes[axis] = at, 1
+    starts = [0] * len(value.shape)
+    sizes = list(value.shape)
+    starts[axis] = at
+    sizes[axis] = 1
     if part is not None:
-        starts[axis + 1], sizes[axis + 1] = part[0], part[1] - part[0]
+        starts[axis + 1] = part[0]
+        sizes[axis + 1] = part[1] - part[0]
     if tuple(sizes) != value.shape:
         steps = (1,) * len(sizes)
         value = rewriter.emit("Slice", [value], sizes, value.dtype, f"{name}.slice", starts=tuple(starts), steps=steps)
@@ -122,12 +125,18 @@ def _rewrite_recurrent(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _direction(rewriter: Rewriter, node: Node, index: int, reverse: bool, finals: bool, shape: tuple[int, ...]) -> Value:
     """Append the node of direction `index`."""
-    op, name = node.op, f"{node.name}.{index}"
+    op = node.op
+    name = f"{node.name}.{index}"
     steps, batch, hidden = _sizes(node)
-    x, w, r, b = node.input(0), node.input(1), node.input(2), node.optional(3)
-    lengths, first_h = node.optional(4), node.optional(5)
+    x = node.input(0)
+    w = node.input(1)
+    r = node.input(2)
+    b = node.optional(3)
+    lengths = node.optional(4)
+    first_h = node.optional(5)
     first_c, peepholes = (node.optional(6), node.optional(7)) if op == "LSTM" else (None, None)
-    rows, gates = GATES[op] * hidden, GATES[op]
+    rows = GATES[op] * hidden
+    gates = GATES[op]
     layout = int(node.attributes.get("layout", 0))
     after = bool(node.attributes.get("linear_before_reset", 0))
 

@@ -40,7 +40,9 @@ _SUMMED: dict[DType, DType] = {"int32": "int64", "uint32": "uint64"}
 
 def _template_values(context: LoweringContext, group: FusionGroup) -> dict[str, Any]:
     """Template values that depend on the reduction and on the element type."""
-    op, dtype, epsilon = group.main.op, group.main.input(0).dtype, group.main.attributes.get("epsilon", 0.0)
+    op = group.main.op
+    dtype = group.main.input(0).dtype
+    epsilon = group.main.attributes.get("epsilon", 0.0)
     computed = _SUMMED.get(dtype, dtype) if op == "ReduceMean" else dtype
     kind = REGISTER[computed]
     neutral, each, join, final = _JOINED.get(op, (0, "", "", ""))
@@ -64,7 +66,8 @@ def _template_values(context: LoweringContext, group: FusionGroup) -> dict[str, 
 
 def _typed(values: dict[str, Any], dtype: DType, vector: int) -> dict[str, Any]:
     """`values` with those that depend on the vector width: types, and how a vector is read and written."""
-    kinds, computed = Vector(vector), values["computed"]
+    kinds = Vector(vector)
+    computed = values["computed"]
     absolute = {"float": "fabs(v)", "int": f"convert_{kinds.of(dtype)}(abs(v))", "long": f"convert_{kinds.of(dtype)}(abs(v))"}
     return {
         **values,
@@ -88,8 +91,10 @@ def _over(context: LoweringContext, group: FusionGroup, epilogue: PointwiseBody)
 def lower_reduction(context: LoweringContext, group: FusionGroup) -> None:
     """Lower a reduction: by rows if the reduced axes are the last ones, otherwise by columns."""
     node = group.main
-    x, axes = node.input(0), node.attributes["axes"]
-    outer, depth = math.prod(x.shape[: axes[0]]), math.prod(x.shape[axes[0] : axes[-1] + 1])
+    x = node.input(0)
+    axes = node.attributes["axes"]
+    outer = math.prod(x.shape[: axes[0]])
+    depth = math.prod(x.shape[axes[0] : axes[-1] + 1])
     values = _template_values(context, group)
     if whole_rows(node):
         _lower_rows(context, group, values, outer, depth)
@@ -123,7 +128,8 @@ def _prologue(context: LoweringContext, group: FusionGroup, body: PointwiseBody)
 
 def _lower_rows(context: LoweringContext, group: FusionGroup, values: dict[str, Any], outer: int, depth: int) -> None:
     config = _config(context, group, outer, depth)
-    lanes, vector = config.lanes, min(config.vector, 1 << (depth.bit_length() - 1))
+    lanes = config.lanes
+    vector = min(config.vector, 1 << (depth.bit_length() - 1))
     epilogue = context.epilogue(group, vector)
     prologue = context.prologue(group, group.main.attributes["axes"][0], vector, epilogue)
     finishing = _over(context, group, epilogue)
@@ -178,9 +184,11 @@ def lower_group_normalization(context: LoweringContext, group: FusionGroup) -> N
     x = group.main.input(0)
     outer, depth, groups, columns = x.shape
     config = _config(context, group, outer * groups, depth * columns)
-    lanes, even = config.lanes, columns & -columns
+    lanes = config.lanes
+    even = columns & -columns
     vector = min(even if even >= _LEAST_EVEN else 1 << (columns.bit_length() - 1), config.vector)
-    epilogue, kinds = context.epilogue(group, vector), Vector(vector)
+    epilogue = context.epilogue(group, vector)
+    kinds = Vector(vector)
     kernel = context.kernels.kernel(
         "reduction/normalize_groups",
         attributes=context.attributes((lanes, 1)),
@@ -212,8 +220,12 @@ _LEAST_EVEN = 4
 def lower_lrn(context: LoweringContext, group: FusionGroup) -> None:
     """Lower LRN over windows of channels, for any position of the channel axis."""
     node = group.main
-    x, axis, size = node.input(0), node.attributes["axis"], node.attributes["size"]
-    rows, channels, columns = math.prod(x.shape[: axis + 1]), x.shape[axis], math.prod(x.shape[axis + 1 :])
+    x = node.input(0)
+    axis = node.attributes["axis"]
+    size = node.attributes["size"]
+    rows = math.prod(x.shape[: axis + 1])
+    channels = x.shape[axis]
+    columns = math.prod(x.shape[axis + 1 :])
     vector = context.vector_for(columns)
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
@@ -236,8 +248,10 @@ def lower_lrn(context: LoweringContext, group: FusionGroup) -> None:
 @lowers("determinant")
 def lower_determinant(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Det: one work-item eliminates each matrix, in a copy."""
-    x, y = group.main.input(0), group.output
-    size, count = x.shape[-1], y.size
+    x = group.main.input(0)
+    y = group.output
+    size = x.shape[-1]
+    count = y.size
     work = context.tensor(Value(f"{x.name}.eliminated", x.shape, x.dtype))
     local = context.work_group((count,))
     kernel = context.kernels.kernel("reduction/determinant", attributes=context.attributes(local))

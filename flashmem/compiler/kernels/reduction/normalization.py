@@ -34,12 +34,14 @@ def _epsilon(node: Node) -> float:
 
 def _rewrite_softmax(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Softmax over one axis; before operator set 13, all dimensions from `axis` on are one."""
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     rank = len(x.shape)
     axis = from_front(int(node.attributes.get("axis", -1 if opset >= 13 else 1)), rank)
     axes = (axis,) if opset >= 13 else tuple(range(axis, rank))
     if not axes:  # after the last dimension: rows of one element
-        x, axes = reshaped(rewriter, x, (*x.shape, 1)), (rank,)
+        x = reshaped(rewriter, x, (*x.shape, 1))
+        axes = (rank,)
         value = rewriter.emit(node.op, [x], x.shape, x.dtype, node.name, axes=axes)
         rewriter.add("Reshape", [value], output)
         return
@@ -85,7 +87,8 @@ def _number(name: str, value: float) -> Value:
 
 def _inverse_deviation(rewriter: Rewriter, name: str, variance: Value, epsilon: float, output: Value | None = None) -> Value:
     """1 / sqrt(variance + epsilon)."""
-    shape, dtype = variance.shape, variance.dtype
+    shape = variance.shape
+    dtype = variance.dtype
     moved = rewriter.emit("Add", [variance, _number(f"{name}.epsilon", epsilon)], shape, dtype, f"{name}.moved")
     root = rewriter.emit("Sqrt", [moved], shape, dtype, f"{name}.deviation")
     return rewriter.add("Reciprocal", [root], output or Value(f"{name}.inverse", shape, dtype))
@@ -131,10 +134,12 @@ def _rewrite_mean_variance(rewriter: Rewriter, node: Node, opset: int) -> None:
 
     ONNX's own definition subtracts the mean's square from the mean of squares, which loses precision if the mean is far from 0.
     """
-    x, rank = node.input(0), len(node.input(0).shape)
+    x = node.input(0)
+    rank = len(node.input(0).shape)
     axes = [from_front(int(axis), rank) for axis in node.attributes.get("axes", _SPATIAL)]
     _, centred, variance = _moments(rewriter, node, axes)
-    shape, kind = variance.shape, x.dtype
+    shape = variance.shape
+    kind = x.dtype
     root = rewriter.emit("Sqrt", [variance], shape, kind, f"{node.name}.deviation")
     moved = rewriter.emit("Add", [root, _number(f"{node.name}.least", _LEAST_DEVIATION)], shape, kind, f"{node.name}.moved")
     rewriter.add("Div", [centred, moved], node.outputs[0], node.name)
@@ -154,8 +159,10 @@ def _check_mean_variance(node: Node) -> str | None:
 
 def _rewrite_training(rewriter: Rewriter, node: Node) -> None:
     """Rewrite BatchNormalization in training: normalize by the batch's mean and variance, and update the running ones."""
-    x, channels = node.input(0), node.input(0).shape[1]
-    shape, kind = _channel_shape(node), x.dtype
+    x = node.input(0)
+    channels = node.input(0).shape[1]
+    shape = _channel_shape(node)
+    kind = x.dtype
     mean, _, variance = _moments(rewriter, node, [0, *range(2, len(x.shape))])
     _normalize_channels(rewriter, node, reshaped(rewriter, mean, shape), reshaped(rewriter, variance, shape))
     momentum = float(node.attributes.get("momentum", 0.9))
@@ -190,14 +197,17 @@ def _one_a_channel(*indices: int) -> Check:
 
 def _rewrite_layer_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite LayerNormalization: Normalize, then scale and bias."""
-    x, scale, bias = node.input(0), node.input(1), node.optional(2)
+    x = node.input(0)
+    scale = node.input(1)
+    bias = node.optional(2)
     rank = len(x.shape)
     axes = tuple(range(from_front(int(node.attributes.get("axis", -1)), rank), rank))
     steps = [("Mul", scale), *([("Add", bias)] if bias is not None else [])]
     chain(rewriter, node, "Normalize", [x], node.outputs[0], steps, axes=axes, epsilon=_epsilon(node))
     if len(node.outputs) == 1:
         return
-    inner, kind = (*x.shape[: axes[0]], *[1] * len(axes)), x.dtype
+    inner = (*x.shape[: axes[0]], *[1] * len(axes))
+    kind = x.dtype
     mean = Value(f"{node.name}.mean", inner, kind)
     rewriter.add("ReduceMean", [x], mean, axes=axes)
     if node.outputs[1].name:
@@ -221,7 +231,9 @@ def _check_layer_normalization(node: Node) -> str | None:
 
 def _rewrite_instance_normalization(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite InstanceNormalization: Normalize over the spatial axes, then scale and bias per channel."""
-    x, scale, bias = node.input(0), node.input(1), node.input(2)
+    x = node.input(0)
+    scale = node.input(1)
+    bias = node.input(2)
     rank = len(x.shape)
     shape = (scale.shape[0], *[1] * (rank - 2))
     steps = [("Mul", reshaped(rewriter, scale, shape)), ("Add", reshaped(rewriter, bias, shape))]
@@ -239,7 +251,8 @@ def _rewrite_group_normalization(rewriter: Rewriter, node: Node, opset: int) -> 
 
     ONNX has withdrawn the form in which they are per group.
     """
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     groups = int(node.attributes["num_groups"])
     batch, channels = x.shape[:2]
     rows = reshaped(rewriter, x, (batch * groups, x.size // (batch * groups)))
@@ -254,7 +267,8 @@ def _rewrite_group_normalization(rewriter: Rewriter, node: Node, opset: int) -> 
 
 
 def _check_group_normalization(node: Node) -> str | None:
-    shape, groups = node.input(0).shape, int(node.attributes.get("num_groups", 0))
+    shape = node.input(0).shape
+    groups = int(node.attributes.get("num_groups", 0))
     if len(shape) < 2 or groups < 1 or shape[1] % groups:
         return f"GroupNormalization of shape {shape} in {groups} groups"
     return None
@@ -270,7 +284,8 @@ _LRN = {"alpha": 1e-4, "beta": 0.75, "bias": 1.0}
 
 
 def _check_lrn(node: Node) -> str | None:
-    rank, size = len(node.input(0).shape), int(node.attributes["size"])
+    rank = len(node.input(0).shape)
+    size = int(node.attributes["size"])
     return None if rank > 1 and size > 0 else f"LRN over {size} channels of a tensor of {rank} dimensions"
 
 
@@ -279,7 +294,8 @@ def _rewrite_lp_normalization(rewriter: Rewriter, node: Node, opset: int) -> Non
 
     If the largest is 0, all are 0, and stay so. If it is infinite, so is the norm: numbers become 0, and infinities NaN.
     """
-    x, axis = node.input(0), from_front(int(node.attributes.get("axis", -1)), len(node.input(0).shape))
+    x = node.input(0)
+    axis = from_front(int(node.attributes.get("axis", -1)), len(node.input(0).shape))
     shape = tuple(1 if a == axis else size for a, size in enumerate(x.shape))
 
     def divided(value: Value, size: Value, name: str, most: float | None, output: Value | None = None) -> Value:

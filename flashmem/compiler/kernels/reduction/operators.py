@@ -50,7 +50,8 @@ def _axes(node: Node) -> list[int]:
 
 def _rewrite_reduce(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite a reduction: axes that are not neighbours are reduced in runs, one after the other."""
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     if not x.size:
         kind = np.dtype(output.dtype)
         result = _OF_NOTHING[node.op]
@@ -67,7 +68,8 @@ def _rewrite_reduce(rewriter: Rewriter, node: Node, opset: int) -> None:
             runs.append([axis])
     value = x
     if not runs:  # of a scalar, or over no axes: each element is reduced alone
-        value, runs = reshaped(rewriter, x, (*x.shape, 1)), [[len(x.shape)]]
+        value = reshaped(rewriter, x, (*x.shape, 1))
+        runs = [[len(x.shape)]]
     inner, outer = _SPLIT.get(node.op, (node.op, node.op))
     divided = len(runs) > 1 and node.op == "ReduceMean" and x.dtype != "float32"  # divide, and so truncate, only once
     if divided:

@@ -41,9 +41,11 @@ class _Turned:
 
 def _turned(context: LoweringContext, group: FusionGroup) -> _Turned:
     node = group.main
-    x, half = node.input(0), node.attributes["half"]
+    x = node.input(0)
+    half = node.attributes["half"]
     columns = x.shape[-1]
-    rows, rest = x.size // columns, columns - 2 * half
+    rows = x.size // columns
+    rest = columns - 2 * half
     vector = math.gcd(half, rest, context.vector_for(half), _WIDEST)
     numbers: list[int] = []
 
@@ -88,7 +90,8 @@ def lower_rotary(context: LoweringContext, group: FusionGroup) -> None:
     if group.joined:
         _lower_with_caches(context, group)
         return
-    node, turned = group.main, _turned(context, group)
+    node = group.main
+    turned = _turned(context, group)
     items = (turned.items, turned.rows)
     local = context.work_group(items)
     over = "x" if context.buffers.overwritten.get(node) is node.input(0) else ""
@@ -99,10 +102,13 @@ def lower_rotary(context: LoweringContext, group: FusionGroup) -> None:
 
 def _lower_with_caches(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Rotary, and the scatters that are joined with it, to one launch."""
-    node, turned = group.main, _turned(context, group)
+    node = group.main
+    turned = _turned(context, group)
     keys, values = sorted(group.joined, key=lambda each: not context.buffers.holds(group.output, each.main.input(2), 0))
-    indices, updates = keys.main.input(1), values.main.input(2)
-    count, at = math.prod(keys.main.attributes["items"]), scattered([keys, values])
+    indices = keys.main.input(1)
+    updates = values.main.input(2)
+    count = math.prod(keys.main.attributes["items"])
+    at = scattered([keys, values])
     [(key_at, key_step), (value_at, value_step)] = at.pop("sources")
     steps = keys.main.attributes["steps"]
     items = (turned.items * turned.rows + 2 * count,)

@@ -15,9 +15,12 @@ from flashmem.program.launches import Arg, KernelShape
 def lower_grid_sample(context: LoweringContext, group: FusionGroup) -> None:
     """Lower GridSample in two or three dimensions; images are volumes of depth 1."""
     node = group.main
-    x, grid, y = node.input(0), node.input(1), node.outputs[0]
+    x = node.input(0)
+    grid = node.input(1)
+    y = node.outputs[0]
     _, *sizes, columns = x.shape
-    volume, taps = len(sizes) == 3, node.attributes["taps"]
+    volume = len(sizes) == 3
+    taps = node.attributes["taps"]
     rows = y.size // columns
     vector = context.vector_for(columns)
     items = (-(-columns // vector), rows)
@@ -43,13 +46,17 @@ def lower_grid_sample(context: LoweringContext, group: FusionGroup) -> None:
 def lower_roi_align(context: LoweringContext, group: FusionGroup) -> None:
     """Lower RoiAlign by mean or maximum. If the number of samples depends on the rectangles, its cost is that of 2 x 2."""
     node = group.main
-    x, rois, batch, y = node.input(0), node.input(1), node.input(2), node.outputs[0]
+    x = node.input(0)
+    rois = node.input(1)
+    batch = node.input(2)
+    y = node.outputs[0]
     images, height, width, columns = x.shape
     rows = math.prod(y.shape[:3])
     vector = context.vector_for(columns)
     items = (-(-columns // vector), rows)
     local = context.work_group(items)
-    half, samples = node.attributes["half_pixel"], node.attributes["sampling_ratio"]
+    half = node.attributes["half_pixel"]
+    samples = node.attributes["sampling_ratio"]
     kernel = context.kernels.kernel(
         "sampling/roi_align",
         attributes=context.attributes(local),

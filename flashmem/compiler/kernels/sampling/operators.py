@@ -29,8 +29,10 @@ def _rewrite_grid_sample(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_grid_sample(node: Node) -> str | None:
-    x, grid = node.input(0).shape, node.input(1).shape
-    mode, padding = node.attributes.get("mode", "linear"), node.attributes.get("padding_mode", "zeros")
+    x = node.input(0).shape
+    grid = node.input(1).shape
+    mode = node.attributes.get("mode", "linear")
+    padding = node.attributes.get("padding_mode", "zeros")
     if mode not in _TAPS:
         return f"GridSample with mode {mode!r}"
     if padding not in ("zeros", "border", "reflection"):
@@ -48,7 +50,8 @@ _LARGEST_GRID = 1 << 24
 
 def _rewrite_affine_grid(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite AffineGrid: the positions of a plain grid times the transposed matrices."""
-    theta, output = node.input(0), node.outputs[0]
+    theta = node.input(0)
+    output = node.outputs[0]
     count, *sizes = output.shape[:-1]
     axes = [_places(size, bool(node.attributes.get("align_corners", 0))) for size in sizes]
     mesh = np.meshgrid(*axes, indexing="ij")[::-1]
@@ -67,7 +70,8 @@ def _places(size: int, align: bool) -> np.ndarray[tuple[int], np.dtype[np.float6
 
 
 def _check_affine_grid(node: Node) -> str | None:
-    theta, size = node.input(0).shape, constant_integers(node, 1, "size") or []
+    theta = node.input(0).shape
+    size = constant_integers(node, 1, "size") or []
     rank = len(size) - 2
     if rank not in (2, 3) or min(size) < 1:
         return f"AffineGrid for an image of shape {tuple(size)}"
@@ -105,8 +109,13 @@ def _check_roi_align(node: Node) -> str | None:
 
 def _rewrite_deform_conv(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite DeformConv: the bias becomes an Add."""
-    x, w, offset, bias, mask = node.input(0), node.input(1), node.input(2), node.optional(3), node.optional(4)
-    group, offset_group = int(node.attributes.get("group", 1)), int(node.attributes.get("offset_group", 1))
+    x = node.input(0)
+    w = node.input(1)
+    offset = node.input(2)
+    bias = node.optional(3)
+    mask = node.optional(4)
+    group = int(node.attributes.get("group", 1))
+    offset_group = int(node.attributes.get("offset_group", 1))
     steps = [("Add", reshaped(rewriter, bias, (bias.shape[0], 1, 1)))] if bias is not None else []
     inputs = [x, w, offset] if mask is None else [x, w, offset, mask]
     sliding = window(node, w.shape[2:])
@@ -115,10 +124,13 @@ def _rewrite_deform_conv(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def _check_deform_conv(node: Node) -> str | None:
     x, w, offset = (node.input(i).shape for i in range(3))
-    bias, mask, y = node.optional(3), node.optional(4), node.outputs[0].shape
+    bias = node.optional(3)
+    mask = node.optional(4)
+    y = node.outputs[0].shape
     if len(x) != 4 or len(w) != 4:
         return f"DeformConv over {len(x) - 2} spatial dimensions is not implemented (2 are)"
-    group, offset_group = int(node.attributes.get("group", 1)), int(node.attributes.get("offset_group", 1))
+    group = int(node.attributes.get("group", 1))
+    offset_group = int(node.attributes.get("offset_group", 1))
     if group < 1 or x[1] != w[1] * group or w[0] % group:
         return f"DeformConv with weights of shape {w} and group {group} over an input of shape {x}"
     if offset_group < 1 or x[1] % offset_group:

@@ -30,13 +30,15 @@ _COUNTED = (32, 256, 2048)
 _BUSY = {"cpu": 16, "gpu": 4096}
 """Number of columns from which one work-item for each keeps a device busy."""
 
-_CHUNK, _CHUNKS = 256, 256
+_CHUNK = 256
+_CHUNKS = 256
 """The fewest elements of a chunk of a cumulative sum, and the most chunks of a column; each chunk adds up those before it."""
 
 
 def _cut(node: Node) -> tuple[int, int, int]:
     """(outer, depth, inner): the dimensions of the input before, along, and after the node's axis."""
-    shape, axis = node.input(0).shape, node.attributes["axis"]
+    shape = node.input(0).shape
+    axis = node.attributes["axis"]
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
 
 
@@ -69,7 +71,9 @@ def lower_top(context: LoweringContext, group: FusionGroup) -> None:
     if node.attributes["k"] > _HEAP and depth > _SORTED:
         _sort(context, group)
         return
-    x, k, columns = node.input(0), node.attributes["k"], outer * inner
+    x = node.input(0)
+    k = node.attributes["k"]
+    columns = outer * inner
     on_cpu = context.descriptor.kind == "cpu"
     if on_cpu:
         chunks = max(
@@ -152,7 +156,8 @@ def _sort(context: LoweringContext, group: FusionGroup) -> None:
             return group.output
         return Value(f"{group.output.name}.runs{runs}", (outer, stored, inner), "int32")
 
-    runs, kept = -(-depth // _RUN), min(_RUN, k)
+    runs = -(-depth // _RUN)
+    kept = min(_RUN, k)
     stored = (runs - 1) * kept + min(kept, depth - (runs - 1) * _RUN)
     target = results(stored, runs)
     items = (depth, columns)
@@ -164,11 +169,11 @@ def _sort(context: LoweringContext, group: FusionGroup) -> None:
     shape = KernelShape(rows=outer * depth, columns=inner, depth=min(_RUN, depth), stride=inner)
     context.launch(group, kernel, args, items, local, shape, nbytes=context.nbytes(x) + context.nbytes(target), part="[runs]")
     while runs > 1:
-        source, left = (
-            target,
-            stored - (runs - 1) // 2 * 2 * kept,
-        )  # elements of the last pair of runs, or of a single last run
-        runs, before, had = -(-runs // 2), kept, stored
+        source = target
+        left = stored - (runs - 1) // 2 * 2 * kept  # elements of the last pair of runs, or of a single last run
+        runs = -(-runs // 2)
+        before = kept
+        had = stored
         kept = min(2 * kept, k)
         stored = (runs - 1) * kept + min(kept, left)
         target = results(stored, runs)

@@ -53,7 +53,8 @@ def _rewrite_top(rewriter: Rewriter, node: Node, opset: int) -> None:
 
     NaN counts as the largest number, as in ONNX Runtime and numpy: first among the largest, last among the smallest.
     """
-    x, values = node.input(0), node.outputs[0]
+    x = node.input(0)
+    values = node.outputs[0]
     axis = from_front(int(node.attributes.get("axis", -1)), len(x.shape))
     indices = node.outputs[1] if len(node.outputs) > 1 else Value(f"{values.name}.indices", values.shape, "int64")
     if not indices.name:  # the model does not use them
@@ -66,7 +67,8 @@ def _rewrite_top(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_top(node: Node) -> str | None:
-    shape, axis = node.input(0).shape, int(node.attributes.get("axis", -1))
+    shape = node.input(0).shape
+    axis = int(node.attributes.get("axis", -1))
     if (reason := bad_axis(node, [axis], len(shape))) is not None:
         return reason
     k = (constant_integers(node, 1, "k") or [0])[0]
@@ -95,12 +97,15 @@ def _positions(name: str, size: int, axis: int = 0, rank: int = 1) -> Value:
 
 def _rewrite_hardmax(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Hardmax: 1 at the position of ArgMax; before operator set 13, all dimensions from the axis on are one."""
-    x, output = node.input(0), node.outputs[0]
+    x = node.input(0)
+    output = node.outputs[0]
     rank = len(x.shape)
     axis = from_front(int(node.attributes.get("axis", -1 if opset >= 13 else 1)), rank)
     if opset < 13:
         rows = int(np.prod(x.shape[:axis], dtype=np.int64))
-        x, axis, rank = reshaped(rewriter, x, (rows, x.size // rows)), 1, 2
+        x = reshaped(rewriter, x, (rows, x.size // rows))
+        axis = 1
+        rank = 2
     shape = tuple(1 if a == axis else size for a, size in enumerate(x.shape))
     found = rewriter.emit("ArgMax", [x], shape, "int64", f"{node.name}.place", axis=axis, last=False)
     position = _positions(f"{node.name}.positions", x.shape[axis], axis, rank)
@@ -114,14 +119,17 @@ def _rewrite_hardmax(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_hardmax(node: Node) -> str | None:
-    shape, axis = node.input(0).shape, int(node.attributes.get("axis", -1))
+    shape = node.input(0).shape
+    axis = int(node.attributes.get("axis", -1))
     # Before operator set 13, all dimensions from this one on are one.
     return bad_axis(node, [axis], len(shape)) or too_long(node, math.prod(shape[axis:]))
 
 
 def _rewrite_one_hot(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite OneHot: compare each index, counted from the front, with each position; one out of range equals none."""
-    indices, values, output = node.input(0), node.input(2), node.outputs[0]
+    indices = node.input(0)
+    values = node.input(2)
+    output = node.outputs[0]
     depth = (constant_integers(node, 1, "depth") or [0])[0]
     axis = from_front(int(node.attributes.get("axis", -1)), len(output.shape))
     shape = (*output.shape[:axis], 1, *output.shape[axis + 1 :])
@@ -168,7 +176,9 @@ def _check_eye(node: Node) -> str | None:
 
 def _rewrite_triangle(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite Trilu: select by the column at which each row crosses the diagonal."""
-    x, k, output = node.input(0), node.optional(1), node.outputs[0]
+    x = node.input(0)
+    k = node.optional(1)
+    output = node.outputs[0]
     rows, columns = x.shape[-2:]
     crossing = _positions(f"{node.name}.rows", rows, 0, 2)
     if k is not None and k.constant is None:
@@ -185,7 +195,8 @@ def _rewrite_triangle(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_triangle(node: Node) -> str | None:
-    rank, k = len(node.input(0).shape), node.optional(1)
+    rank = len(node.input(0).shape)
+    k = node.optional(1)
     if rank < 2:
         return f"Trilu of a tensor of {rank} dimensions"
     if k is not None and k.size != 1:

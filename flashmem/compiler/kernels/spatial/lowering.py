@@ -24,7 +24,8 @@ from flashmem.program.launches import Arg, KernelShape
 def lower_pool(context: LoweringContext, group: FusionGroup) -> None:
     """Lower MaxPool with the positions of its maxima, AveragePool and LpPool. Images are volumes of depth 1."""
     node = group.main
-    x, y = node.input(0), node.outputs[0]
+    x = node.input(0)
+    y = node.outputs[0]
     _, *sizes, columns = x.shape
     out_sizes = y.shape[1:-1]
     lifted = [1] * (3 - len(sizes))
@@ -33,9 +34,11 @@ def lower_pool(context: LoweringContext, group: FusionGroup) -> None:
     kinds = Vector(vector)
     places = node.op == "MaxPoolAt"
     # A maximum needs registers as wide as its elements; with positions, which are 32 bits wide, it needs those.
-    vec, load = kinds.named(STORED[x.dtype]), "at[0]" if vector == 1 else f"vload{vector}(0, at)"
+    vec = kinds.named(STORED[x.dtype])
+    load = "at[0]" if vector == 1 else f"vload{vector}(0, at)"
     if places or context.storage(x) == "float16":
-        vec, load = kinds.of(x.dtype), kinds.load(context.storage(x), "at", "0")
+        vec = kinds.of(x.dtype)
+        load = kinds.load(context.storage(x), "at", "0")
     neutral = "0.0f"
     if node.op.startswith("MaxPool"):
         neutral = "-INFINITY" if x.dtype == "float32" else str(np.iinfo(x.dtype).min)
@@ -61,7 +64,8 @@ def lower_pool(context: LoweringContext, group: FusionGroup) -> None:
         lvec=kinds.named("long"),
     )
     pads = node.attributes["pads"]
-    before, after = pads[: len(sizes)], pads[len(sizes) :]
+    before = pads[: len(sizes)]
+    after = pads[len(sizes) :]
     nothing = [0] * len(lifted)
     args: list[Arg | int] = [context.operand(x), context.tensor(y), rows, *lifted, *sizes, columns, *lifted, *out_sizes]
     for name in ("kernel", "strides", "dilations"):
@@ -79,7 +83,9 @@ def lower_unpool(context: LoweringContext, group: FusionGroup) -> None:
     Indices count in the shape without the requested output shape.
     """
     node = group.main
-    x, indices, y = node.input(0), node.input(1), node.outputs[0]
+    x = node.input(0)
+    indices = node.input(1)
+    y = node.outputs[0]
     unpooled = node.attributes["unpooled"]
     strides = row_major(y.shape)
     claims = None if _meets_no_place_twice(indices) else Value(f"{y.name}.claims", y.shape, "int32")
@@ -124,7 +130,8 @@ def _meets_no_place_twice(indices: Value) -> bool:
 def lower_resize(context: LoweringContext, group: FusionGroup) -> None:
     """Lower Resize over height and width, with tables of taps that are computed here."""
     node = group.main
-    x, y = node.input(0), node.outputs[0]
+    x = node.input(0)
+    y = node.outputs[0]
     _, height, width, columns = x.shape
     rows = math.prod(y.shape[:3])
     rule, (_, _, left, right) = Rule.of(node.attributes), node.attributes["regions"]

@@ -24,7 +24,8 @@ def _rewrite_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
     kernel = tuple(int(i) for i in node.attributes["kernel_shape"])
     sliding = window(node, kernel)
     if len(x.shape) == 3:
-        sliding, kernel = lift(sliding), (1, *kernel)
+        sliding = lift(sliding)
+        kernel = (1, *kernel)
         x = reshaped(rewriter, x, (*x.shape[:2], 1, x.shape[2]))
     kept = {name: int(node.attributes.get(name, default)) for name, default in _NUMBERS.get(node.op, {}).items()}
     for op, output in zip((node.op, "MaxPoolAt"), node.outputs, strict=False):
@@ -53,7 +54,8 @@ def _check_pool(node: Node) -> str | None:
 
 
 def _check_norm(node: Node) -> str | None:
-    p, rank = int(node.attributes.get("p", 2)), len(node.input(0).shape)
+    p = int(node.attributes.get("p", 2))
+    rank = len(node.input(0).shape)
     if p < 1:
         return f"{node.op} with p = {p}"
     return None if rank > 2 else f"{node.op} of a tensor of {rank} dimensions"
@@ -61,7 +63,9 @@ def _check_norm(node: Node) -> str | None:
 
 def _rewrite_global_lp_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite GlobalLpPool as a norm over the spatial axes."""
-    x, output, p = node.input(0), node.outputs[0], int(node.attributes.get("p", 2))
+    x = node.input(0)
+    output = node.outputs[0]
+    p = int(node.attributes.get("p", 2))
     axes = tuple(range(2, len(x.shape)))
     if p <= 2:
         rewriter.add(f"ReduceL{p}", [x], output, node.name, axes=axes)
@@ -74,7 +78,8 @@ def _rewrite_global_lp_pool(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 def unpooled_shape(node: Node) -> tuple[int, ...]:
     """The shape in which the indices of a MaxUnpool count: that of the pooled tensor, if every window was full."""
-    x, kernel = node.input(0).shape, node.attributes["kernel_shape"]
+    x = node.input(0).shape
+    kernel = node.attributes["kernel_shape"]
     sliding = window(node, kernel)
     pads = zip(sliding["pads"][: len(kernel)], sliding["pads"][len(kernel) :], strict=True)
     sizes = zip(x[2:], kernel, sliding["strides"], pads, strict=True)
@@ -88,7 +93,8 @@ def _rewrite_max_unpool(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_max_unpool(node: Node) -> str | None:
-    x, kernel = node.input(0).shape, node.attributes["kernel_shape"]
+    x = node.input(0).shape
+    kernel = node.attributes["kernel_shape"]
     rank = len(kernel)
     if len(x) != rank + 2 or not kernel or min(kernel) < 1:
         return f"MaxUnpool with a window of {tuple(kernel)} over an input of {len(x)} dimensions"
@@ -98,7 +104,8 @@ def _check_max_unpool(node: Node) -> str | None:
             return f"MaxUnpool with {name} {tuple(given)} over {rank} spatial dimensions"
     if node.input(1).shape != x:
         return f"MaxUnpool of shape {x} with indices of shape {node.input(1).shape}"
-    made, shape = node.outputs[0].shape, unpooled_shape(node)
+    made = node.outputs[0].shape
+    shape = unpooled_shape(node)
     if min(shape) < 1 or len(made) != len(shape) or any(m < n for m, n in zip(made, shape, strict=True)):
         return f"MaxUnpool to the shape {made}, which is smaller than the {shape} that its indices count in"
     return None

@@ -42,8 +42,10 @@ def _rewrite_resize(rewriter: Rewriter, node: Node, opset: int) -> None:
     Other dimensions become the height of images. Dimensions are resized independently, so their order does not matter. `scales`
     of the result are those of height and width; `regions` their starts and ends, for tf_crop_and_resize.
     """
-    x, output = node.input(0), node.outputs[0]
-    rank, sides = len(x.shape), _sides(node, opset)
+    x = node.input(0)
+    output = node.outputs[0]
+    rank = len(x.shape)
+    sides = _sides(node, opset)
     resized = [axis for axis in range(rank) if sides[axis].is_resized]
     last = [axis for axis in resized if axis >= rank - 2]
     if last and (rank > 3 or len(last) == 2):
@@ -56,13 +58,15 @@ def _rewrite_resize(rewriter: Rewriter, node: Node, opset: int) -> None:
     value = x
     for index, (first, end) in enumerate(runs, start=1):
         across = math.prod(value.shape[end + 1 :])
-        height, width = sides[first], sides[end] if end > first else _Side(across, across)
+        height = sides[first]
+        width = sides[end] if end > first else _Side(across, across)
         images = reshaped(rewriter, value, _images(value.shape[:first], height.size, width.size))
         made = (*value.shape[:first], *(side.out_size for side in sides[first : end + 1]), *value.shape[end + 1 :])
         shape = _images(value.shape[:first], height.out_size, width.out_size)
         is_last = index == len(runs) and shape == output.shape
         result = output if is_last else Value(f"{output.name}.axis{first}", shape, output.dtype)
-        scales, regions = (height.scale, width.scale), (height.start, height.end, width.start, width.end)
+        scales = (height.scale, width.scale)
+        regions = (height.start, height.end, width.start, width.end)
         rewriter.add("Resize", [images], result, f"{node.name}.{first}", scales=scales, regions=regions, **_rule(node, opset))
         value = reshaped(rewriter, result, made)
     if value is not output:
@@ -87,7 +91,8 @@ def _rule(node: Node, opset: int) -> dict[str, object]:
 
 def _sides(node: Node, opset: int) -> list[_Side]:
     """Sizes and scale of each dimension. Given scales are kept (they need not equal the ratio of the sizes)."""
-    shape, made = node.input(0).shape, node.outputs[0].shape
+    shape = node.input(0).shape
+    made = node.outputs[0].shape
     axes = [from_front(int(axis), len(shape)) for axis in node.attributes.get("axes") or range(len(shape))]
     scales = _numbers(node.optional(1 if opset < 11 else 2)) or [float(s) for s in node.attributes.get("scales", ())]
     if not scales:
@@ -144,7 +149,9 @@ def height_taps(node: Node) -> Taps:
     A node that computes part of a larger image has attribute `part`. It holds the first row of its output and of its input, and
     the numbers of rows of the whole input and output.
     """
-    given, height, out_height = node.attributes, node.input(0).shape[1], node.outputs[0].shape[1]
+    given = node.attributes
+    height = node.input(0).shape[1]
+    out_height = node.outputs[0].shape[1]
     first, offset, size, out_size = given.get("part", (0, 0, height, out_height))
     top, bottom, *_ = given["regions"]
     whole = resize_taps(Axis(size, out_size, given["scales"][0], (top, bottom)), Rule.of(given))

@@ -67,7 +67,8 @@ def resize_taps(axis: Axis, rule: Rule) -> Taps:
     at = _coordinates(axis, rule)
     if rule.mode == "nearest":
         rounded = _ROUNDINGS[rule.nearest_mode](at.astype(np.float64), axis.scale)
-        taps, weights = rounded.astype(np.int64)[:, None], np.ones((axis.out_size, 1))
+        taps = rounded.astype(np.int64)[:, None]
+        weights = np.ones((axis.out_size, 1))
     elif rule.antialias:
         taps, weights = _antialiased(at, axis.scale, rule)
     else:
@@ -88,10 +89,14 @@ def _coordinates(axis: Axis, attributes: Rule) -> Floats:
     """The coordinate of each output in units of inputs."""
     rule = attributes.coordinates
     place = np.arange(axis.out_size, dtype=np.float32)
-    size, out_size, scale = np.float32(axis.size), np.float32(axis.out_size), np.float32(axis.scale)
-    half, one = np.float32(0.5), np.float32(1)
+    size = np.float32(axis.size)
+    out_size = np.float32(axis.out_size)
+    scale = np.float32(axis.scale)
+    half = np.float32(0.5)
+    one = np.float32(1)
     if rule == "tf_crop_and_resize":
-        start, end = np.float32(axis.region[0]), np.float32(axis.region[1])
+        start = np.float32(axis.region[0])
+        end = np.float32(axis.region[1])
         if axis.out_size == 1:
             return np.array([0.5 * float(start + end) * float(size - one)], np.float32)
         return start * (size - one) + place * (end - start) * (size - one) / (out_size - one)

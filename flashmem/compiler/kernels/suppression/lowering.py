@@ -13,10 +13,12 @@ from flashmem.program.launches import Arg, KernelShape
 @lowers("suppression")
 def lower_suppression(context: LoweringContext, group: FusionGroup) -> None:
     """Lower NonMaxSuppression: a launch selects boxes for each image and class, and a second one lists them."""
-    node, name = group.main, group.output.name
+    node = group.main
+    name = group.output.name
     boxes, scores, order = (node.input(index) for index in range(3))
     images, classes, depth = scores.shape
-    rows, most = images * classes, node.attributes["most"]
+    rows = images * classes
+    most = node.attributes["most"]
     lanes = min(context.descriptor.tile.lanes, 1 << (depth - 1).bit_length())
     local = (lanes, 1) if lanes > 1 else context.work_group((1, rows))
     least = node.attributes["least"]

@@ -27,7 +27,9 @@ def _number(node: Node, index: int) -> float | None:
 
 def _rewrite_suppression(rewriter: Rewriter, node: Node, opset: int) -> None:
     """Rewrite NonMaxSuppression: thresholds become attributes, and a TopK orders the boxes, of equal scores the first."""
-    boxes, scores, output = node.input(0), node.input(1), node.outputs[0]
+    boxes = node.input(0)
+    scores = node.input(1)
+    output = node.outputs[0]
     order = rewriter.emit(
         "TopK", [scores], scores.shape, "int32", f"{node.name}.order", axis=2, k=scores.shape[2], largest=True, nan_first=False
     )
@@ -39,7 +41,8 @@ def _rewrite_suppression(rewriter: Rewriter, node: Node, opset: int) -> None:
 
 
 def _check_suppression(node: Node) -> str | None:
-    boxes, scores = node.input(0).shape, node.input(1).shape
+    boxes = node.input(0).shape
+    scores = node.input(1).shape
     if len(boxes) != 3 or len(scores) != 3 or boxes[2] != 4 or (boxes[0], boxes[1]) != (scores[0], scores[2]):
         return f"NonMaxSuppression of boxes of shape {boxes} by scores of shape {scores}"
     overlap = _number(node, 3)

@@ -37,7 +37,8 @@ class AliasTransfer(ThreadedTransfer):
 
     def load(self, part: Slice, segment: Segment, thread: int, turn: TransferLoad) -> None:
         """Read directly into the slice's place."""
-        here, arrives = cast(Buffer, self._objects.places[part.name]), partial(self.arrives, part)
+        here = cast(Buffer, self._objects.places[part.name])
+        arrives = partial(self.arrives, part)
         with self._queue.mapped(here, segment.nbytes, offset=segment.first, unmapped=arrives) as place:
             self._read(part, segment, place, turn)
 

@@ -22,7 +22,8 @@ class ImportTransfer(MapTransfer):
     binds_late = True
 
     def __init__(self, asked: TransferRequest) -> None:
-        self._context, self._importer = asked.context, HostImports(asked.context)
+        self._context = asked.context
+        self._importer = HostImports(asked.context)
         self._imports: dict[str, tuple[DeviceMemory, ...]] = {}  # by slice: what to release, in that order
         super().__init__(asked)
         after: ImportTransfer | None = asked.after

@@ -23,10 +23,11 @@ class InterleaveTransfer(MovingTransfer):
 
     def __init__(self, asked: TransferRequest) -> None:
         super().__init__(asked)
-        ledger, layout = asked.ledger, asked.layout
+        ledger = asked.ledger
+        layout = asked.layout
         self.reads_ahead = bool(layout.staging_slots)
         self._maps = asked.context.queue()
-        self.staged = staging_slots(ledger, layout) if layout.staging_slots else _staging(ledger, asked.slices, layout)
+        self.staged = staging_slots(ledger, layout) if layout.staging_slots else _allocate_staging(ledger, asked.slices, layout)
         # Allocated last: it is mapped, and mapped memory must not be released after a later failure.
         self._ring = self._new_ring(layout)
 
@@ -49,7 +50,7 @@ class InterleaveTransfer(MovingTransfer):
         self._ring.close()
 
 
-def _staging(ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> dict[str, Buffer]:
+def _allocate_staging(ledger: Ledger, slices: Sequence[Slice], layout: PoolLayout) -> dict[str, Buffer]:
     """The part of one buffer that each streamed slice passes through."""
     if not layout.staging:
         return {}

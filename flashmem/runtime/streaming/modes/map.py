@@ -25,10 +25,13 @@ class MapTransfer(ThreadedTransfer):
 
     def __init__(self, asked: TransferRequest) -> None:
         super().__init__(asked)
-        file, slices, together = asked.file, asked.slices, asked.together
+        file = asked.file
+        slices = asked.slices
+        together = asked.together
         file.missed = True  # populating pages does not report misses
         self._ledger = asked.ledger
-        self._all, self._content_hashes = asked.places, asked.content_hashes
+        self._all = asked.places
+        self._content_hashes = asked.content_hashes
         self._places: dict[str, SharedSlice] = {}
         self._together: dict[str, Buffer] = {}  # by the slices that they join
         try:
