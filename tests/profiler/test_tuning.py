@@ -259,6 +259,7 @@ def test_no_product_is_begun_when_the_time_is_spent(pocl_table: tuple[Path, Tuni
     assert (result.measured, result.left, said) == (0, 2, [])
 
 
+@pytest.mark.thorough
 def test_a_config_whose_kernel_is_wrong_has_no_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them are wrong here, where a child compiles them: one is the soonest, then the next."""
     monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
