@@ -190,6 +190,11 @@ class SweepCommand(OptionSet, CommandCall):
     mode: TransferMode = option(
         "How weights are transferred.", default="auto", kind=choice(("auto", MODES)), what="transfer mode"
     )
+    vary: tuple[str, ...] = option(
+        "Values of a further option of flashmem plan; repeatable, for instance strategy=stream,same-op.",
+        default=(),
+        kind=Several("NAME=VALUE,..."),
+    )
     disk: Disk = option(DISK, default="cached", kind=choice(Disk))
     measured: bool = option("Run every point, or predict it.", default=False, kind=Flag(no="--simulated"))
     runs: int = option(

@@ -23,6 +23,7 @@ from flashmem.cli.output.console import ProgressCallback, progress
 from flashmem.request.limits import Limits
 from flashmem.tools.sweep.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.tools.sweep.results import ResultFile, read_rows
+from flashmem.tools.sweep.settings import FIXED_BY_BUNDLES, combinations
 from flashmem.tools.zoo.names import architecture
 
 
@@ -39,6 +40,9 @@ def grid_of(options: SweepCommand) -> Grid:
     bundle = next((model for model in options.models if model.is_dir()), None)
     if bundle is not None and len(set(mus)) > 1:
         raise UserError(f"layers were split when {bundle} was compiled: name the .onnx model, or give --mu one value")
+    for text in options.vary:
+        if bundle is not None and text.partition("=")[0] in FIXED_BY_BUNDLES:
+            raise UserError(f"layers were split when {bundle} was compiled: name the .onnx model, or leave out --vary {text}")
     return Grid(
         models=[str(model) for model in options.models],
         devices=words(options.device, "--device"),
@@ -51,6 +55,7 @@ def grid_of(options: SweepCommand) -> Grid:
         chunk_bytes=0 if options.chunk == "auto" else parse_size(options.chunk, what="--chunk"),
         objective_asked=options.objective,
         mode=options.mode,
+        settings=combinations(options.vary),
         disk=options.disk,
         source="measured" if options.measured else "simulated",
     )

@@ -51,11 +51,11 @@ def _series(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
     """Rows grouped by device, precision and source, each group with a title."""
 
     def key(row: Row) -> tuple[str, ...]:
-        return row["device"], row["precision"], row["mode"], row["disk"], row["source"]
+        return row["device"], row["precision"], row["mode"], row["settings"], row["disk"], row["source"]
 
     found = [(parts, list(group)) for parts, group in groupby(sorted(rows, key=key), key)]
-    differing = [at for at in range(5) if len({parts[at] for parts, _ in found}) > 1]
-    shown = sorted({0, 1, 4, *differing})
+    differing = [at for at in range(6) if len({parts[at] for parts, _ in found}) > 1]
+    shown = sorted({0, 1, 5, *differing})
     return [(", ".join(parts[at] for at in shown), group) for parts, group in found]
 
 

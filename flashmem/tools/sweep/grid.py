@@ -30,6 +30,7 @@ class Point:
     chunk_bytes: int
     objective_asked: str
     mode: str
+    settings: str  # NAME=VALUE and so on, of further options
     disk: str
     source: Source
 
@@ -71,19 +72,20 @@ class Grid:
     chunk_bytes: int
     objective_asked: str
     mode: str
+    settings: Sequence[str]
     disk: str
     source: Source
 
     def points(self) -> list[Point]:
         """Every combination once; those of one model, device and precision are adjacent."""
         limits = [(m_peak, None) for m_peak in self.m_peaks] + [(None, budget) for budget in self.budgets]
-        axes = product(self.models, self.devices, self.precisions, limits, self.lambdas, self.mus)
+        axes = product(self.models, self.devices, self.precisions, limits, self.lambdas, self.mus, self.settings)
         points = (
             Point(
                 model, self.shape, device, precision, m_peak, budget, lambda_, mu,
-                self.chunk_bytes, self.objective_asked, self.mode, self.disk, self.source,
+                self.chunk_bytes, self.objective_asked, self.mode, settings, self.disk, self.source,
             )
-            for model, device, precision, (m_peak, budget), lambda_, mu in axes
+            for model, device, precision, (m_peak, budget), lambda_, mu, settings in axes
         )  # fmt: skip
         return list(dict.fromkeys(points))
 

@@ -32,6 +32,7 @@ from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.tools.simulation.scenario import Disk, describe
 from flashmem.tools.simulation.simulator import simulate
 from flashmem.tools.sweep.grid import RESULTS, Cell, Point
+from flashmem.tools.sweep.settings import keywords
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def _planned(subject: Subject, point: Point) -> tuple[dict[str, Cell], _Planned 
         mu=point.mu,
         objective=point.objective_asked,
         precision=cast(Precision, point.precision),
+        **keywords(point.settings),
     )
     options = Options(subject.descriptor, subject.mode, request)
     begun = time.perf_counter()

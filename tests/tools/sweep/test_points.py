@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import flashmem
+from flashmem.base.errors import UserError
 from flashmem.compiler.ir.graph import Graph, Placeholder
 from flashmem.compiler.ir.portable import PortableGraph, portable
 from flashmem.compiler.memory.constants import RESIDENT_CONSTANT_BYTES
@@ -22,6 +24,7 @@ from flashmem.runtime.opencl.discovery import list_devices
 from flashmem.target.descriptor import load_descriptor
 from flashmem.tools.sweep.grid import Point
 from flashmem.tools.sweep.points import Subject, measured, simulated
+from flashmem.tools.sweep.settings import combinations
 from flashmem.tools.sweep.subjects import subject_of
 from flashmem.tools.zoo.graphs import zoo_graph
 from tests.support.paths import DATA
@@ -69,11 +72,11 @@ def slow_copies(tmp_path: Path) -> str:
     return str(path)
 
 
-def point(device: str, mu: float) -> Point:
+def point(device: str, mu: float, settings: str = "") -> Point:
     return Point(
         model=str(DATA / "gptneo-tiny.onnx"), shape="", device=device, precision="fp32", m_peak_bytes=256 << 10,
-        budget_bytes=None, lambda_=0.9, mu=mu, chunk_bytes=4 << 10, objective_asked="paper", mode="map", disk="cached",
-        source="simulated",
+        budget_bytes=None, lambda_=0.9, mu=mu, chunk_bytes=4 << 10, objective_asked="paper", mode="map", settings=settings,
+        disk="cached", source="simulated",
     )  # fmt: skip
 
 
@@ -105,3 +108,37 @@ def test_a_measured_point_runs_the_layers_it_was_planned_with(slow_copies: str, 
     assert ran["objective"] == predicted["objective"] != simulated(subject, replace(asked, mu=0.0))["objective"]
     assert ran["peak_bytes"] == predicted["peak_bytes"]
     assert [path.name for path in whole.path.parent.iterdir()] == ["whole.flashmem"]
+
+
+def test_varied_options_make_every_combination_and_other_plans(slow_copies: str) -> None:
+    settings = combinations(["strategy=stream,same-op", "unfusion=yes,no", "alpha=0.5"])
+    assert settings == [
+        f"alpha=0.5 strategy={strategy} unfusion={unfusion}" for strategy in ("stream", "same-op") for unfusion in ("yes", "no")
+    ]
+    subject = subject_of(point(slow_copies, 0.1))
+    rows = [simulated(subject, point(slow_copies, 0.1, each)) for each in settings]
+    assert [row["settings"] for row in rows] == settings
+    whole = flashmem.compile(
+        DATA / "gptneo-tiny.onnx", device=slow_copies, m_peak=256 << 10, lambda_=0.9, mu=0.1, chunk=4 << 10, objective="paper",
+        mode="map", strategy="same-op", unfusion=False, alpha=0.5, build=False,
+    )  # fmt: skip
+    assert rows[3]["objective"] == whole.plan.objective
+    assert rows[0]["objective"] != rows[3]["objective"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "sentence"),
+    [
+        (["strategy"], "--vary 'strategy' has no values"),
+        (["strategy=stream,"], "has no values"),
+        (["strategy=stream", "strategy=same-op"], "--vary strategy is given twice"),
+        (["strategy=later"], "strategy 'later' is unknown"),
+        (["alpha=-1"], "alpha -1"),
+        (["unfusion=maybe"], "neither yes nor no"),
+        (["lambda=0.1"], "an axis of its own: --lambda"),
+        (["speed=1"], "name one of: alpha, elemental-slowdown"),
+    ],
+)
+def test_varied_options_that_are_refused(texts: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        combinations(texts)
