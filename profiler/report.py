@@ -13,7 +13,7 @@ import numpy as np
 from flashmem.base.errors import UserError
 from flashmem.base.types import OperatorClass
 from flashmem.planning.capacity.basis import Basis
-from flashmem.planning.capacity.model import THRESHOLDS
+from flashmem.planning.capacity.classes import DEFAULT
 from flashmem.planning.capacity.predictor import Predictor, ratio_within
 from flashmem.planning.capacity.response import MARKER, LearnedClass, learn_classes
 
@@ -186,7 +186,7 @@ def _capacities(rows: Sequence[Row], predictor: Predictor, basis: Basis, machine
     found = []
     for points in curves(rows).values():
         features = points[0].features
-        threshold = THRESHOLDS[features.operator_class]
+        threshold = DEFAULT.slowdown(features.operator_class)
         if not threshold:
             continue  # 0 by its class, for any predictor
         last = points[-1].streamed_bytes
@@ -248,7 +248,7 @@ def _measured_capacities(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     """C_l in bytes by (case, mode), for classes that allow a value above 0."""
     found = {}
     for key, points in curves(rows).items():
-        if threshold := THRESHOLDS[points[0].features.operator_class]:
+        if threshold := DEFAULT.slowdown(points[0].features.operator_class):
             found[key] = measured_ratio(points, threshold) * points[0].features.own_bytes
     return found
 

@@ -29,7 +29,7 @@ from benchmarks.command import Arguments, run_command
 SHAPES = ("1x1024x4096", "8x1024x4096", "128x1024x1024", "512x768x3072", "56x64", "14x256")
 """Rows x depth x columns of a MatMul; pixels x channels of a Conv, as many of both kinds."""
 
-_LOWERING = "flashmem.compiler.kernels.contraction.lowering.dot_product"
+_LOWERING = "flashmem.compiler.kernels.contraction.packed_product.dot_product"
 
 
 def model(shape: str, *, quantised: bool, qdq: bool = False, seed: int = 0) -> tuple[bytes, dict[str, NDArray[Any]]]:

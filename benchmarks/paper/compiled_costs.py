@@ -30,7 +30,7 @@ from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options
 from flashmem.compiler.passes.pipeline import prepare
-from flashmem.planning.capacity.model import THRESHOLDS, load_capacity
+from flashmem.planning.capacity.classes import DEFAULT, load_capacity
 from flashmem.planning.capacity.roofline import Roofline
 from flashmem.program.program import Program
 from flashmem.request.request import BundleRequest
@@ -75,7 +75,7 @@ def capacity(program: Program, plan: OverlapPlan, model: CompiledCode, mode: Tra
         most = load_capacity(model, launch, nbytes, mode)
         if most <= 0:
             continue
-        room = model.room(launch, nbytes, THRESHOLDS[launch.operator_class], mode)
+        room = model.room(launch, nbytes, DEFAULT.slowdown(launch.operator_class), mode)
         limits[min(room, key=lambda name: room[name])] += most  # type: ignore[assignment]
         able += 1
         full += chunks >= int(most // plan.chunk_bytes)

@@ -48,6 +48,14 @@ class CompiledCode:
         """States that the numbers are a compiler's, and no measurement."""
         return f"load capacities from compiled code and published figures of {self._descriptor.name}, not measured"
 
+    @property
+    def tells_classes(self) -> bool:
+        """No: a table knows no kernel's own response."""
+        return False
+
+    def prepare(self, launches: Iterable[tuple[Launch, int]], mode: TransferMode) -> None:
+        """Nothing is predicted ahead."""
+
     def busy(self, launch: Launch, weight_bytes: int = 0) -> dict[str, float]:
         """Seconds of each pipeline in a launch: "arithmetic", "texture", "load" and "memory"."""
         code = self.code_of(launch, weight_bytes)

@@ -20,9 +20,10 @@ import numpy as np
 from benchmarks.command import Arguments, run_command
 from benchmarks.paper.lookup import CompiledCode
 from flashmem.base.types import TransferMode
+from flashmem.planning.capacity.classes import DEFAULT
 from flashmem.planning.capacity.family import FamilyPredictor
 from flashmem.planning.capacity.features import LaunchFeatures
-from flashmem.planning.capacity.model import THRESHOLDS, CapacityModel
+from flashmem.planning.capacity.model import CapacityModel
 from flashmem.planning.capacity.roofline import Roofline
 from flashmem.profiler.dataset import SAMPLE
 from flashmem.profiler.phone_compilers.boosters import gpus_of
@@ -85,7 +86,7 @@ def judged(held: Sequence[Pair], seconds: Callable[[Pair], float], capacity: Cap
     alone = [(pair.model.seconds(pair.launch), seconds(pair)) for pair in held]
     found: dict[TransferMode, list[tuple[float, float]]] = {mode: [] for mode in MODES}
     for pair, (true_seconds, _) in zip(held, alone, strict=True):
-        threshold = THRESHOLDS[pair.launch.operator_class]
+        threshold = DEFAULT.slowdown(pair.launch.operator_class)
         for mode in MODES if threshold else ():
             most = _MOST_SLOWDOWN * pair.gpu.last[mode] * true_seconds
             found[mode].append((true_capacity(pair, mode, threshold), min(capacity(pair, mode, threshold), most)))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 
-from flashmem.base.types import TransferMode
+from flashmem.base.types import OperatorClass, TransferMode
 from flashmem.planning.capacity.choice import default_model
-from flashmem.planning.capacity.model import CapacityModel, load_capacity
+from flashmem.planning.capacity.classes import DEFAULT, Thresholds, class_of, load_capacity
+from flashmem.planning.capacity.model import CapacityModel
 from flashmem.planning.pose import pose
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program
@@ -25,11 +28,13 @@ def build_instance(
     m_peak: int,
     mode: TransferMode | None = None,
     model: CapacityModel | None = None,
+    thresholds: Thresholds = DEFAULT,
 ) -> Instance:
     """The planning problem of `program` on a device: one layer for each launch, one weight for each slice that a launch reads.
 
     `chunk_bytes` (S; None: `chosen_chunk`) and `m_peak` are bytes. `model` predicts how many bytes a layer can stream while it
-    computes, in transfer `mode`. The defaults are the descriptor's own model and its first mode.
+    computes, in transfer `mode`. The defaults are the descriptor's own model and its first mode. C_l is what the class of a
+    layer tolerates by `thresholds`; the class is that of the predicted response where the model tells it, else that of Table 5.
 
     Raises:
         UserError: the descriptor has no slowdowns of kernels for that transfer mode.
@@ -39,21 +44,48 @@ def build_instance(
     sizes = {s.name: s.nbytes for s in program.slices}
     reads = [sum(sizes[str(arg.value)] for arg in launch.args if arg.kind == "slice") for launch in program.launches]
     model.prepare(zip(program.launches, reads, strict=True), mode)
-    known: dict[tuple[object, ...], tuple[float, float, tuple[tuple[float, float], ...]]] = {}
-    priced = []
+    known: dict[tuple[object, ...], _Priced] = {}
+    priced: list[_Priced] = []
     for launch, read in zip(program.launches, reads, strict=True):
         key = (launch.kernel, launch.operator_class, launch.macs, launch.bytes, launch.global_size, launch.local_size, read)
         if key not in known:
-            capacity = load_capacity(model, launch, read, mode)
-            known[key] = capacity, model.seconds(launch, read), slowdown_curve(model, launch, read, mode, descriptor.rates)
-        priced.append((launch, *known[key]))
+            kind = class_of(model, launch, read, mode, descriptor.rates, thresholds)
+            capacity = load_capacity(model, launch, read, mode, kind, thresholds)
+            beside = slowdown_curve(model, launch, read, mode, descriptor.rates)
+            known[key] = _Priced(kind, capacity, model.seconds(launch, read), beside)
+        priced.append(known[key])
     if chunk_bytes is None:
-        chunk_bytes = chosen_chunk([nbytes for launch, nbytes, _, _ in priced if launch.operator_class == "reusable"])
+        chunk_bytes = chosen_chunk([each.capacity for each in priced if each.kind == "reusable"])
     layers = [
-        LayerSpec(launch.name, launch.operator_class, int(nbytes // chunk_bytes), seconds, beside)
-        for launch, nbytes, seconds, beside in priced
+        LayerSpec(launch.name, each.kind, int(each.capacity // chunk_bytes), each.seconds, each.beside)
+        for launch, each in zip(program.launches, priced, strict=True)
     ]
-    return pose(program, layers, descriptor, mode, chunk_bytes=chunk_bytes, m_peak=m_peak, notes=(model.note,))
+    notes = (model.note, *_classes_note(program.launches, layers))
+    return pose(program, layers, descriptor, mode, chunk_bytes=chunk_bytes, m_peak=m_peak, notes=notes)
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """What the model says of a launch: its class, C_l in bytes, latency alone, and s_l."""
+
+    kind: OperatorClass
+    capacity: float
+    seconds: float
+    beside: tuple[tuple[float, float], ...]
+
+
+def _classes_note(launches: Sequence[Launch], layers: Sequence[LayerSpec]) -> tuple[str, ...]:
+    """Says where the predicted classes are not those of Table 5, if they differ."""
+    differing = Counter(
+        f"{launch.operator_class} to {layer.operator_class}"
+        for launch, layer in zip(launches, layers, strict=True)
+        if launch.operator_class != layer.operator_class
+    )
+    if not differing:
+        return ()
+    said = ", ".join(f"{count} from {change}" for change, count in sorted(differing.items()))
+    what = f"by the predicted response, {sum(differing.values())} of {len(layers)} launches have another class than in Table 5"
+    return (f"{what}: {said}",)
 
 
 def chosen_chunk(capacities: Sequence[float]) -> int:

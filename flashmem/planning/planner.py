@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashmem.base.types import TransferMode
+from flashmem.planning.arithmetic.assemble import with_relaxed
 from flashmem.planning.budget import with_staging_that_fits
+from flashmem.planning.capacity.classes import Thresholds
 from flashmem.planning.instance import build_instance
 from flashmem.planning.latency.tiers import with_pinned
 from flashmem.planning.objectives.registry import objective_of
@@ -32,11 +34,20 @@ def planning_instance(program: Program, descriptor: DeviceDescriptor, mode: Tran
     """
     total = sum(part.nbytes for part in program.slices)
     m_peak = limits.m_peak or max(2 * total, 1)  # one mode keeps every byte twice
-    instance = build_instance(program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode)
+    instance = build_instance(
+        program, descriptor, chunk_bytes=limits.chunk, m_peak=m_peak, mode=mode, thresholds=thresholds_of(limits)
+    )
     if limits.host_budget is not None:
         instance = with_host_budget(instance, program, limits.host_budget)
     limit = limits.m_peak or limits.budget
     return instance if limit is None else staged_within(instance, limit)
+
+
+def thresholds_of(limits: Limits) -> Thresholds:
+    """The thresholds of classes that were asked for."""
+    return Thresholds(
+        limits.hierarchical_slowdown, limits.reusable_slowdown, limits.elemental_slowdown, limits.least_gain, limits.high_gain
+    )
 
 
 def make_plan(program: Program, descriptor: DeviceDescriptor, mode: TransferMode, limits: Limits) -> OverlapPlan:
@@ -95,7 +106,7 @@ def seal(problem: Problem, plan: OverlapPlan) -> OverlapPlan:
     limits, even if the plan was made with less memory.
     """
     plan = objective_of(plan.objective_kind).bounded(problem, plan)
-    plan = with_pinned(problem.instance, plan)
+    plan = with_relaxed(with_pinned(problem.instance, plan))
     given = problem.limits.m_peak
     plan = replace(plan, m_peak=max(problem.in_flight(plan), given or plan.m_peak), m_peak_given=given)
     check(plan, replace(problem.instance, m_peak=plan.m_peak))

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from flashmem.base.types import TransferMode
+from flashmem.planning.arithmetic.assemble import with_relaxed
 from flashmem.planning.arithmetic.measure import session_measure
 from flashmem.planning.budget import plan_within, with_staging_that_fits
 from flashmem.planning.latency.first_answer import first_plan, judge_first_answer, smallest_m_peak
@@ -70,7 +71,7 @@ def smallest_budget(program: Program, instance: Instance, mode: TransferMode, pr
 
 def _seal(program: Program, instance: Instance, mode: TransferMode, plan: OverlapPlan, budget: int | None) -> OverlapPlan:
     fixed = fixed_bytes(program, shares_memory=instance.shares_memory)
-    plan = judge_first_answer(roomiest(instance, plan, None if budget is None else budget - fixed), plan)
+    plan = with_relaxed(judge_first_answer(roomiest(instance, plan, None if budget is None else budget - fixed), plan))
     layouts = lay_out_pools(program.slices, plan, [mode], page_bytes=program.page_bytes)
     plan = replace(
         plan, layouts=dict(layouts), m_peak=max(plan.m_peak, layouts[mode].in_flight_bytes(shares_memory=plan.shares_memory))

@@ -16,6 +16,7 @@ Bytes = Converted[int | str | None, int | None]
 
 MEMORY = "Memory"
 PLAN = "Plan"
+CLASSES = "Classes of launches"
 """Headings in help."""
 
 
@@ -136,6 +137,43 @@ class Limits(OptionSet):
         doc="the most seconds of each search by a solver: by default 5 for the paper's objective, and 2 for a bound.",
         shown="5; 2 for a bound",
         group=PLAN,
+    )
+
+    hierarchical_slowdown: float = option(
+        "Slowdown by streaming that hierarchical launches tolerate.",
+        default=0.0,
+        kind=Numeric("N", float, 0, hint="leave it out for 0"),
+        doc="the slowdown by bytes streamed during them that hierarchical launches tolerate, as a fraction (FlashMem §4.2).",
+        group=CLASSES,
+    )
+    reusable_slowdown: float = option(
+        "The same of reusable launches.",
+        default=0.2,
+        kind=Numeric("N", float, 0, hint="leave it out for 0.2"),
+        doc="the same of reusable launches.",
+        group=CLASSES,
+    )
+    elemental_slowdown: float = option(
+        "The same of elemental launches.",
+        default=3.0,
+        kind=Numeric("N", float, 0, hint="leave it out for 3"),
+        doc="the same of elemental launches.",
+        group=CLASSES,
+    )
+    least_gain: float = option(
+        "Gain below which a launch is hierarchical.",
+        default=1.0,
+        kind=Numeric("N", float, 0, hint="leave it out for 1"),
+        doc="where a model predicts classes: bytes that slow a launch down by a fifth, over those that the mode moves in that "
+        "time alone, below which the launch is hierarchical.",
+        group=CLASSES,
+    )
+    high_gain: float = option(
+        "Gain from which on it is reusable; elemental in between.",
+        default=2.0,
+        kind=Numeric("N", float, 0, hint="leave it out for 2"),
+        doc="the same gain from which on the launch is reusable; in between it is elemental.",
+        group=CLASSES,
     )
 
     def check(self) -> None:

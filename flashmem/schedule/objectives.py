@@ -24,7 +24,10 @@ class ObjectiveKind:
 
     @property
     def in_seconds(self) -> bool:
-        """Whether the value is the seconds of a run. Only then do moves have a price, so that C_l needs not limit them."""
+        """Whether the value is the seconds of a run. Only then do moves have a price.
+
+        C_l limits them too where kernels move the bytes.
+        """
         return self.value != "weighted sum"
 
     @property

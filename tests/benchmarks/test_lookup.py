@@ -12,7 +12,7 @@ from flashmem.base.resources import names, read_text
 from flashmem.compiler.configs.listed import configs_of
 from flashmem.compiler.kernels.contraction.configs import PlainContraction
 from flashmem.compiler.selection.counted_code import CODE, LANE, KernelCode, read_codes, write_codes
-from flashmem.planning.capacity.model import load_capacity
+from flashmem.planning.capacity.classes import load_capacity
 from flashmem.planning.capacity.roofline import Roofline
 from flashmem.program.launches import KernelShape, Launch
 from flashmem.target.descriptor import DeviceDescriptor, Rates, load_descriptor

@@ -127,7 +127,7 @@ def too_sure(instance: Instance, plan: OverlapPlan) -> OverlapPlan:
     [
         ("flashmem.planning.memory.layout.colour_slots", one_slot_for_all, "share a slot at once"),
         ("flashmem.planning.memory.layout.staging_slots", halves, "does not fit its staging slot"),
-        ("tests.planning.oracle.slots.judged", too_sure, "above the optimum"),
+        ("tests.planning.oracle.slots.judge_first_answer", too_sure, "above the optimum"),
     ],
 )
 def test_the_oracle_finds_wrong_slots_and_bounds(

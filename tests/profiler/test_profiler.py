@@ -17,9 +17,10 @@ from flashmem.base.resources import names
 from flashmem.compiler.operators import REGISTRY
 from flashmem.planning.capacity.basis import Basis
 from flashmem.planning.capacity.choice import default_model
+from flashmem.planning.capacity.classes import load_capacity
 from flashmem.planning.capacity.family import SHARES, FamilyPredictor
 from flashmem.planning.capacity.features import FAMILIES, KERNEL_FEATURES, MAX_RATIO, kernel_features, launch_features
-from flashmem.planning.capacity.model import SECONDS, load_capacity
+from flashmem.planning.capacity.model import SECONDS
 from flashmem.planning.capacity.predictor import Predictor, ratio_within
 from flashmem.planning.capacity.response import learn_classes
 from flashmem.planning.capacity.roofline import Roofline

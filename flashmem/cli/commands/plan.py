@@ -20,10 +20,14 @@ from flashmem.cli.commands.plan_steady import steady_rows, steady_text
 from flashmem.cli.commands.plan_summary import summary
 from flashmem.cli.commands.plan_zoo import plan_architecture
 from flashmem.cli.output.console import emit_json, print_facts, print_table
+from flashmem.planning.instance import build_instance
+from flashmem.planning.planner import thresholds_of
 from flashmem.planning.why import Reason, in_flight_bytes, moved_chunks, reasons
 from flashmem.program.program import Program, raw_bytes
 from flashmem.request.request import BundleRequest
+from flashmem.schedule.instance import LayerSpec
 from flashmem.schedule.plan import OverlapPlan
+from flashmem.target.descriptor import DeviceDescriptor
 from flashmem.tools.zoo.names import architecture
 
 if TYPE_CHECKING:
@@ -45,6 +49,7 @@ class Shown:
     device: str
     program: Program
     plan: OverlapPlan
+    layers: tuple[LayerSpec, ...]  # of the planning problem
     seconds: dict[str, float] = field(default_factory=dict)
     smallest: SmallestBudget | None = None  # for a model; None for a bundle
 
@@ -60,6 +65,8 @@ class LayerRow:
     name: str
     operators: tuple[str, ...]  # the fused ONNX nodes
     operator_class: str
+    table_5: str  # the class by the operator's type
+    curve: tuple[tuple[float, float], ...]  # (bytes moved during it, factor of its latency)
     capacity_chunks: int
     allowed_chunks: int
     moved_chunks: int
@@ -85,30 +92,42 @@ def show_plan(model: Path, options: BundleRequest, *, as_json: bool, show_all: b
     name = architecture(model)
     if name is not None:
         zoo = plan_architecture(name, options)
-        shown = Shown(zoo.name, zoo.descriptor.name, zoo.program, zoo.plan, zoo.seconds)
+        layers = _layers(zoo.program, zoo.plan, zoo.descriptor, options)
+        shown = Shown(zoo.name, zoo.descriptor.name, zoo.program, zoo.plan, layers, zoo.seconds)
     else:
         bundle = open_bundle(model, options, chosen_again=False)
         smallest = _smallest(model, options) if model.suffix == ".onnx" else []
         which = [bundle.index] if is_bundle(model) and any(options.shapes) else range(len(bundle.variants))
         if len(bundle.variants) > 1:
-            _show_variants([bundle.variant(index) for index in which], smallest, as_json, show_all)
+            _show_variants([bundle.variant(index) for index in which], options, smallest, as_json, show_all)
             return
-        shown = _shown(bundle, smallest[0] if smallest else None)
+        shown = _shown(bundle, options, smallest[0] if smallest else None)
     if as_json:
         emit_json(_as_json(shown, show_all))
     else:
         _print(shown, show_all)
 
 
-def _shown(bundle: Bundle, smallest: SmallestBudget | None) -> Shown:
-    return Shown(str(bundle.path), bundle.descriptor.name, bundle.program, bundle.plan, smallest=smallest)
+def _shown(bundle: Bundle, options: BundleRequest, smallest: SmallestBudget | None) -> Shown:
+    layers = _layers(bundle.program, bundle.plan, bundle.descriptor, options)
+    return Shown(str(bundle.path), bundle.descriptor.name, bundle.program, bundle.plan, layers, smallest=smallest)
 
 
-def _show_variants(variants: Sequence[Bundle], smallest: Sequence[SmallestBudget], as_json: bool, show_all: bool) -> None:
+def _layers(program: Program, plan: OverlapPlan, descriptor: DeviceDescriptor, options: BundleRequest) -> tuple[LayerSpec, ...]:
+    """The class and the curve of each launch in the problem that `plan` answers."""
+    instance = build_instance(
+        program, descriptor, chunk_bytes=plan.chunk_bytes, m_peak=plan.m_peak, mode=plan.mode, thresholds=thresholds_of(options)
+    )
+    return instance.layers
+
+
+def _show_variants(
+    variants: Sequence[Bundle], options: BundleRequest, smallest: Sequence[SmallestBudget], as_json: bool, show_all: bool
+) -> None:
     """Print the plans of the shape variants of one bundle, and the size of their weights together."""
     programs = [each.program for each in variants[0].variants]
     again = stored_again(programs)
-    shown = [_shown(each, smallest[each.index] if smallest else None) for each in variants]
+    shown = [_shown(each, options, smallest[each.index] if smallest else None) for each in variants]
     if as_json:
         plans = [
             {"shapes": port_shapes(each.program.inputs), **_as_json(one, show_all)}
@@ -139,7 +158,7 @@ def _smallest(model: Path, options: BundleRequest) -> list[SmallestBudget]:
     return found
 
 
-def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
+def layer_rows(plan: OverlapPlan, program: Program, specs: Sequence[LayerSpec]) -> list[LayerRow]:
     """One row for each launch. A slice is in flight from its release time to its last use, or to the end if it is kept."""
     loads: dict[int, list[str]] = {}
     frees: dict[int, list[str]] = {}
@@ -149,14 +168,15 @@ def layer_rows(plan: OverlapPlan, program: Program) -> list[LayerRow]:
         if not (w.preload or w.keep):
             frees.setdefault(w.last_use, []).append(w.name)
     columns = zip(
-        program.launches, plan.capacities, plan.kept_capacities, moved_chunks(plan), in_flight_bytes(plan), strict=True
+        program.launches, specs, plan.capacities, plan.kept_capacities, moved_chunks(plan), in_flight_bytes(plan), strict=True
     )
     return [
         LayerRow(
-            layer, launch.name, launch.operators, launch.operator_class, capacity, allowed, moved, held,
+            layer, launch.name, launch.operators, spec.operator_class, launch.operator_class, spec.beside,
+            capacity, allowed, moved, held,
             tuple(loads.get(layer, ())), tuple(frees.get(layer, ())),
         )
-        for layer, (launch, capacity, allowed, moved, held) in enumerate(columns, start=1)
+        for layer, (launch, spec, capacity, allowed, moved, held) in enumerate(columns, start=1)
     ]  # fmt: skip
 
 
@@ -229,7 +249,7 @@ def _smallest_text(smallest: SmallestBudget | None) -> dict[str, str]:
 def _as_json(shown: Shown, show_all: bool) -> dict[str, Any]:
     plan = shown.plan
     order = shown.program.order
-    rows = layer_rows(plan, shown.program)
+    rows = layer_rows(plan, shown.program, shown.layers)
     because = why(plan, shown.program)
     data = {
         "model": shown.title,
@@ -278,7 +298,7 @@ def _kernels(program: Program) -> dict[str, int]:
 
 def _print(shown: Shown, show_all: bool) -> None:
     plan = shown.plan
-    rows = layer_rows(plan, shown.program)
+    rows = layer_rows(plan, shown.program, shown.layers)
     because = why(plan, shown.program)
     total = sum(weight.nbytes for weight in plan.weights)
     preloaded = sum(weight.nbytes for weight in plan.weights if weight.preload)
@@ -317,8 +337,18 @@ def _print(shown: Shown, show_all: bool) -> None:
     for note in plan.notes:
         print_facts({"note": note})
     print()
-    headers = ("layer", "computes", "class", "C_ℓ", "moved", "in flight", "releases")
-    _print_shortened(headers, _layer_cells(rows, grouped=not show_all and len(rows) > _ROWS_SHOWN), show_all)
+    headers = (
+        "layer",
+        "computes",
+        "class",
+        "C_ℓ",
+        *(("slowdown by bytes",) if show_all else ()),
+        "moved",
+        "in flight",
+        "releases",
+    )
+    grouped = not show_all and len(rows) > _ROWS_SHOWN
+    _print_shortened(headers, _layer_cells(rows, grouped=grouped, curves=show_all), show_all)
     if because:
         print("\nwhy they are preloaded")
         cells = [(each.weight, f"{each.slices} of {each.of}", format_size(each.nbytes), _for_many(each)) for each in because]
@@ -334,8 +364,10 @@ def _maker(plan: OverlapPlan) -> str:
     return plan.tier if plan.member in ("stream", plan.strategy) else f"{plan.tier} of member {plan.member}"
 
 
-def _layer_cells(rows: list[LayerRow], *, grouped: bool) -> list[tuple[object, ...]]:
-    """Table cells. With `grouped`, the launches of one operator (one for each slice of its weight) share a row."""
+def _layer_cells(rows: list[LayerRow], *, grouped: bool, curves: bool) -> list[tuple[object, ...]]:
+    """Table cells, with `curves` also s_l. With `grouped`, the launches of one operator (one for each slice of its weight)
+    share a row.
+    """
     cells: list[tuple[object, ...]] = []
     for _, run in groupby(rows, key=lambda row: (row.operators, row.operator_class) if grouped else row.layer):
         group = list(run)
@@ -348,14 +380,21 @@ def _layer_cells(rows: list[LayerRow], *, grouped: bool) -> list[tuple[object, .
             (
                 first.layer if first is last else f"{first.layer}-{last.layer}",
                 name + (f" + {_shortened(tail)}" if tail else "") + launches,
-                first.operator_class,
+                first.operator_class + (f" (Table 5: {first.table_5})" if first.table_5 != first.operator_class else ""),
                 sum(row.capacity_chunks for row in group),
+                *((_curve(first),) if curves else ()),
                 sum(row.moved_chunks for row in group),
                 format_size(max(row.in_flight_bytes for row in group)),
                 _shortened([weight for row in group for weight in row.loads]),
             )
         )
     return cells
+
+
+def _curve(row: LayerRow) -> str:
+    """A few points of the curve: the slowdown with these bytes moved during the launch."""
+    shown = row.curve[1::2]
+    return ", ".join(f"{format_size(round(nbytes))} {factor - 1:.0%}" for nbytes, factor in shown)
 
 
 def _for_many(because: Because) -> str:

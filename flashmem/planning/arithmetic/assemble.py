@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
-from flashmem.planning.arithmetic.clock import Moves, clock_of, unlimited_seconds
+from flashmem.planning.arithmetic.clock import Moves, clock_of, durations, unlimited_seconds
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.objectives import ObjectiveKind
 from flashmem.schedule.plan import PASSING_BYTES, BoundScope, OverlapPlan, PlannedWeight, Tier
@@ -18,6 +19,25 @@ def moved_chunks(instance: Instance, moves: Moves) -> list[int]:
         for layer, chunks in parts:
             used[layer - 1] += chunks
     return used
+
+
+def with_relaxed(plan: OverlapPlan) -> OverlapPlan:
+    """A plan for an objective in seconds with the layers that move more than C_l, where kernels move the bytes (C3, C4)."""
+    if not (plan.kind.in_seconds and plan.transfer.by_kernels):
+        return plan
+    used = [0] * len(plan.capacities)
+    for w in plan.weights:
+        for layer, chunks in w.moves:
+            used[layer - 1] += chunks
+    above = ((layer, n) for layer, (n, most) in enumerate(zip(used, plan.capacities, strict=True), start=1) if n > most)
+    return replace(plan, relaxed=tuple(above))
+
+
+def cost_note(instance: Instance, moves: Moves) -> str:
+    """Says what streaming during launches costs by their curves, and whether kernels move bytes at all."""
+    delay = sum(durations(instance, moves)) - sum(spec.seconds for spec in instance.layers)
+    who = "bytes that kernels move" if instance.transfer.by_kernels else "kernels move no bytes; loads during launches"
+    return f"in mode {instance.mode}, {who} delay them by {delay:.3g} s in all, by the predicted curves"
 
 
 def slowdown(seconds: float, fastest: float) -> float:
@@ -44,7 +64,7 @@ def assemble(
 ) -> OverlapPlan:
     """The plan of these decisions. Its expected slowdown is relative to W = `base` and no memory limit; `asked` is recorded.
 
-    C_l limits no objective in seconds; a plan for another one lists the layers where a tier relaxed it.
+    C_l limits an objective in seconds only where kernels move the bytes. A plan lists the layers where a tier relaxed it.
     """
     weights = tuple(
         PlannedWeight(w.name, w.nbytes, instance.chunks(w), w.first_use, w.last_use, True, releases.get(w.name, 0))
@@ -62,18 +82,23 @@ def assemble(
     }
     if above:
         worst = max(above, key=above.__getitem__)
-        what = "more than C_l is moved, at the price that the objective counts," if kind.in_seconds else "C_l relaxed"
+        priced = kind.in_seconds and not instance.transfer.by_kernels
+        what = "more than C_l is moved, at the price that the objective counts," if priced else "C_l relaxed"
         notes += (
             f"{what} at {len(above)} of {len(used)} layers by {sum(above.values())} chunks in all, most at layer "
             f"{worst} {instance.layers[worst - 1].name!r} ({instance.layers[worst - 1].capacity} to {used[worst - 1]} chunks)",
         )
+    if kind.in_seconds:
+        notes += (cost_note(instance, moves),)
     seconds = clock_of(instance, {w.name: w.read_layer for w in weights}, moves).seconds
+    bound_by_c3 = not kind.in_seconds or instance.transfer.by_kernels
+    relaxed = tuple((layer, used[layer - 1]) for layer in sorted(above)) if bound_by_c3 else ()
     return OverlapPlan(
         objective_kind=kind.name,
         chunk_bytes=instance.chunk_bytes,
         m_peak=instance.m_peak,
         capacities=tuple(spec.capacity for spec in instance.layers),
-        relaxed=() if kind.in_seconds else tuple((layer, used[layer - 1]) for layer in sorted(above)),
+        relaxed=relaxed,
         weights=weights,
         objective=objective,
         bound=bound,

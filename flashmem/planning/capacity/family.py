@@ -103,6 +103,11 @@ class FamilyPredictor:
         """States what it was trained on."""
         return f"load capacities from {json.loads(self._trees[0].attributes[ATTRIBUTE])['source']}"
 
+    @property
+    def tells_classes(self) -> bool:
+        """Yes: every kernel was compiled with its copy stream."""
+        return True
+
     def prepare(self, launches: Iterable[tuple[Launch, int]], mode: TransferMode) -> None:
         """Predict launches, each with the bytes of its weights, in one batch."""
         found = dict.fromkeys(launch_features(launch, nbytes, self._path) for launch, nbytes in launches)

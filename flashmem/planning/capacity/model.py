@@ -8,16 +8,13 @@ a GPU family. `choice.default_model` selects one for a descriptor.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Protocol
 
-from flashmem.base.types import OperatorClass, TransferMode
+from flashmem.base.types import TransferMode
 from flashmem.program.launches import Launch
 
 SECONDS, SLOWDOWN = ".seconds.ubj", ".slowdown.ubj"
 """Suffixes of the two files of a trained model."""
-
-THRESHOLDS: Final[dict[OperatorClass, float]] = {"hierarchical": 0.0, "reusable": 0.20, "elemental": 3.0}
-"""The slowdown that streaming may cause in each class of operators, as a share of their own latency (FlashMem Table 5)."""
 
 
 class CapacityModel(Protocol):
@@ -29,6 +26,11 @@ class CapacityModel(Protocol):
     @property
     def note(self) -> str:
         """The source of the numbers, for the notes of a plan."""
+        ...
+
+    @property
+    def tells_classes(self) -> bool:
+        """Whether the response of every kind of launch is known well enough to tell its class (`capacity.classes`)."""
         ...
 
     def prepare(self, launches: Iterable[tuple[Launch, int]], mode: TransferMode) -> None:
@@ -46,11 +48,3 @@ class CapacityModel(Protocol):
     def streamable_bytes(self, launch: Launch, weight_bytes: int, slowdown: float, mode: TransferMode) -> float:
         """The most bytes for which `loaded_seconds` is no more than (1 + `slowdown`) times `seconds`."""
         ...
-
-
-def load_capacity(model: CapacityModel, launch: Launch, weight_bytes: int, mode: TransferMode) -> float:
-    """C_l in bytes: the bytes that can be streamed beside `launch` within the threshold of its class."""
-    threshold = THRESHOLDS[launch.operator_class]
-    if threshold == 0:
-        return 0.0
-    return model.streamable_bytes(launch, weight_bytes, threshold, mode)

@@ -138,6 +138,11 @@ class Predictor:
         """`streamable_bytes` of a launch, from its features."""
         return ratio_within(_GRID, self.slowdown_curve(features, mode), slowdown) * features.own_bytes
 
+    @property
+    def tells_classes(self) -> bool:
+        """No: of many kinds, the response was measured at one to three launches (docs/explanation/capacity.md)."""
+        return False
+
     def prepare(self, launches: Iterable[tuple[Launch, int]], mode: TransferMode) -> None:
         """Predictions are made one by one, as they are asked for."""
 

@@ -34,6 +34,11 @@ class Roofline:
         """States that the model is the roofline, and why."""
         return f"load capacities from the roofline over the descriptor's rates ({self._why})"
 
+    @property
+    def tells_classes(self) -> bool:
+        """No: all launches respond as the mode's contention says."""
+        return False
+
     def prepare(self, launches: Iterable[tuple[Launch, int]], mode: TransferMode) -> None:
         """Nothing is predicted ahead."""
 

@@ -1,4 +1,4 @@
-"""The LC-OPG planner: `solve` makes the overlap plan (FlashMem section 3; DESIGN section 4).
+"""The LC-OPG planner: `solve` makes the overlap plan (FlashMem, section 3).
 
 For the paper's objective, W is the only choice: for a given W, SRPT (`planning.opg.srpt`) is the exact plan. The tiers:
 

@@ -1,4 +1,4 @@
-"""Dynamic program that chooses W on the backward walk (DESIGN section 4): fast enough for 10^5 slices, with a proven bound.
+"""Dynamic program that chooses W on the backward walk: fast enough for 10^5 slices, with a proven bound.
 
 SRPT (`planning.opg.srpt`) is the best plan for a given W, so W is the only choice. The walk goes from the last layer to the
 first, and streams or preloads each weight when it reaches its first use. Earlier decisions affect the rest only through the

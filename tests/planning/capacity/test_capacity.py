@@ -6,7 +6,7 @@ import pytest
 
 from flashmem.base.types import OperatorClass
 from flashmem.compiler.operators import REGISTRY
-from flashmem.planning.capacity.model import THRESHOLDS, load_capacity
+from flashmem.planning.capacity.classes import DEFAULT, load_capacity
 from flashmem.planning.capacity.roofline import Roofline, predict_seconds
 from flashmem.planning.instance import build_instance
 from flashmem.program.launches import Arg, Launch
@@ -49,7 +49,7 @@ def test_capacity_is_what_can_be_copied_within_the_threshold() -> None:
     assert load_capacity(roofline, launch("elemental", 50_000_000, 0), 0, "map") == pytest.approx(4 * 4_040_000)
     assert load_capacity(roofline, launch("elemental", 50_000_000, 0), 0, "interleave") == pytest.approx(12_120_000 / 1.6)
     assert load_capacity(roofline, launch("hierarchical", 50_000_000, 0), 0, "map") == 0
-    assert THRESHOLDS == {"hierarchical": 0.0, "reusable": 0.2, "elemental": 3.0}
+    assert [DEFAULT.slowdown(kind) for kind in ("hierarchical", "reusable", "elemental")] == [0.0, 0.2, 3.0]
 
 
 def test_the_instance_of_a_program() -> None:

@@ -122,6 +122,10 @@ class Waiting:
 
     bandwidth: float
     note: str = "made up"
+    tells_classes: bool = False
+
+    def prepare(self, launches: object, mode: TransferMode) -> None:
+        """Nothing is predicted ahead."""
 
     def seconds(self, launch: Launch, weight_bytes: int = 0) -> float:
         return 1e-3
