@@ -398,7 +398,12 @@ class TextCompiler:
         if isinstance(node, Index):
             base = self._expression(node.base)
             index = self._expression(node.index)
-            return lambda m: base(m).moved(index(m))
+
+            def element(m: LaunchState) -> Any:
+                of, at = base(m), index(m)
+                return of.moved(m.agreed(at) if isinstance(of, PointerArray) else at)
+
+            return element
         raise UnknownTextError("the address of something that is no element")
 
     def _step(self, node: Increment) -> Evaluate:

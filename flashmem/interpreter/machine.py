@@ -58,6 +58,13 @@ class LaunchState:
         rows = np.broadcast_to(condition != 0, (self.items,))
         return rows.copy() if self.mask is None else rows & self.mask
 
+    def agreed(self, x: Number) -> Number:
+        """One number for all, if those that take part have the same; others may have left a loop earlier."""
+        if x.is_uniform or self.mask is None:
+            return x
+        taken = x.v[self.mask]
+        return Number(taken[:1]) if len(taken) and (taken == taken[0]).all() else x
+
     def doubt(self, condition: Number) -> None:
         """Lose the work-groups of work-items for which a condition may be otherwise."""
         if condition.e is None:

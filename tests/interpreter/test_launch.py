@@ -70,6 +70,17 @@ def test_statements(body: str, expected: Any) -> None:
     assert found.where[0].all() or "return" in body
 
 
+def test_pointers_in_an_array_while_others_have_left_the_loop() -> None:
+    """The one in use is the same for all that are in the loop."""
+    body = (
+        "__global const float* p[3]; p[0] = a; p[1] = a + 1; p[2] = a + 2; y[i] = 0.0f;"
+        "for (int k = 0; k < i % 4; ++k) y[i] += p[k][i / 4];"
+    )
+    found = run(body, X, outputs())
+    expected = [sum(X[k + i // 4] for k in range(i % 4)) for i in range(8)]
+    np.testing.assert_allclose(found.elements[0], np.asarray(expected, np.float32), rtol=1e-6)
+
+
 def test_integers_wrap_and_convert_as_in_c() -> None:
     parameters = "__global const uchar* a, __global uint* y"
     given = np.arange(250, 258).astype(np.uint8)
