@@ -136,7 +136,7 @@ def test_strategies_that_cannot_be_compiled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "planned_by", "options"),
     [
-        (portfolio, "fastest", {}),
+        (portfolio, "fastest_plan", {}),
         (portfolio, "fastest_within", {"m_peak": "300KB"}),
         (planner, "strategy_plan", {"strategy": "always-next"}),
         (paper, "solve", {"m_peak": "300KB", "objective": "paper"}),

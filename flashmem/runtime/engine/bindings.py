@@ -134,5 +134,5 @@ class Bindings:
         call_each(*(warm_up.close for warm_up in warm_ups if warm_up is not None))
 
     def close_kernels(self) -> None:
-        """Stop loading kernels."""
+        """Let go of the kernels."""
         call_each(*(kernels.close for _, kernels in self._kernels.values()))

@@ -217,7 +217,7 @@ class BoundProgram:
                 self.weights.close()
                 raise
         except BaseException:
-            call_each(kernels.close, ledger.close)
+            call_each(kernels.end_loading, ledger.close)  # the program may be bound again, with these kernels
             raise
 
     def has_room_for(self, opened: OpenedBundle, layout: PoolLayout) -> bool:
@@ -306,7 +306,7 @@ class BoundProgram:
         with suppress(RunError):  # a lost device runs nothing that needs a wait, and has nothing to free
             call_each(
                 self._save_kernels,
-                self._compiled.close,
+                self._compiled.end_loading,
                 self._device.queue.finish,
                 self.weights.close,
                 self.activations.leave,

@@ -247,8 +247,12 @@ class Kernels:
             for wanted in required_kernels(program, opened.source, moves, later_moves)
         )
 
+    def end_loading(self) -> None:
+        """Wait until no thread loads kernels."""
+        call_each(self.plain.end_loading, self.lane.end_loading)
+
     def close(self) -> None:
-        """Stop loading kernels."""
+        """End loading, and let go of the kernels."""
         call_each(self.plain.close, self.lane.close)
 
     def save(self) -> None:

@@ -280,13 +280,17 @@ class CachedKernels:
         if self._error is not None:
             raise self._error
 
+    def end_loading(self) -> None:
+        """Wait until no thread loads kernels; refused ones are ignored. The others can be used."""
+        with suppress(RunError, UserError):
+            self.wait()
+
     def close(self) -> None:
-        """Stop loading, and let go of the programs; refused kernels are ignored.
+        """End loading, and let go of the programs.
 
         Here, while Ctrl-C waits: at the end of a program `shared` calls a function of Python, in which Ctrl-C would be lost.
         """
-        with suppress(RunError, UserError):
-            self.wait()
+        self.end_loading()
         self._programs.clear()
         self._compiled.clear()
 

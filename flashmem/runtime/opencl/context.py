@@ -146,7 +146,7 @@ class Queue:
     def write(self, buffer: Buffer, data: NDArray[Any], *, offset: int = 0) -> None:
         """Copy contiguous host memory to byte `offset` of a buffer, and wait."""
         if isinstance(buffer, SharedMemory):
-            wait(self._enqueue_copy(buffer.int_ptr + offset, shared_memory.address_of(data), data.nbytes, "write to a buffer"))
+            wait(self._copy_bytes(buffer.int_ptr + offset, shared_memory.address_of(data), data.nbytes, "write to a buffer"))
             return
         with _explained("write to a buffer"):
             undocumented.enqueue_write_buffer(self.handle, buffer, data, offset).wait()
@@ -154,7 +154,7 @@ class Queue:
     def write_later(self, buffer: Buffer, data: NDArray[Any]) -> Event:
         """Enqueue a copy of contiguous host memory, which must not change meanwhile, to a buffer; its event."""
         if isinstance(buffer, SharedMemory):
-            return self._enqueue_copy(buffer.int_ptr, shared_memory.address_of(data), data.nbytes, "write to a buffer")
+            return self._copy_bytes(buffer.int_ptr, shared_memory.address_of(data), data.nbytes, "write to a buffer")
         with _explained("write to a buffer"):
             event: Event = undocumented.enqueue_write_buffer(self.handle, buffer, data, 0)
             return event
@@ -162,7 +162,7 @@ class Queue:
     def read(self, data: NDArray[Any], buffer: Buffer, *, offset: int = 0) -> None:
         """Copy a buffer from byte `offset` on to a contiguous host array, and wait."""
         if isinstance(buffer, SharedMemory):
-            wait(self._enqueue_copy(shared_memory.address_of(data), buffer.int_ptr + offset, data.nbytes, "read a buffer"))
+            wait(self._copy_bytes(shared_memory.address_of(data), buffer.int_ptr + offset, data.nbytes, "read a buffer"))
             return
         with _explained("read a buffer"):
             undocumented.enqueue_read_buffer(self.handle, buffer, data, offset, blocking=True)
@@ -170,7 +170,7 @@ class Queue:
     def copy(self, source: Buffer, target: Buffer, nbytes: int) -> Event:
         """Enqueue a copy of the first `nbytes` bytes, at least one, of a buffer to another one; its event."""
         if isinstance(source, SharedMemory):
-            return self._enqueue_copy(target.int_ptr, source.int_ptr, nbytes, "copy a buffer")
+            return self._copy_bytes(target.int_ptr, source.int_ptr, nbytes, "copy a buffer")
         with _explained("copy a buffer"):
             event: Event = cl.enqueue_copy(self.handle, target, source, byte_count=nbytes)
             return event
@@ -178,12 +178,12 @@ class Queue:
     def read_later(self, data: NDArray[Any], buffer: Buffer) -> Event:
         """Enqueue a copy of a buffer to a contiguous host array; its event."""
         if isinstance(buffer, SharedMemory):
-            return self._enqueue_copy(shared_memory.address_of(data), buffer.int_ptr, data.nbytes, "read a buffer")
+            return self._copy_bytes(shared_memory.address_of(data), buffer.int_ptr, data.nbytes, "read a buffer")
         with _explained("read a buffer"):
             event: Event = undocumented.enqueue_read_buffer(self.handle, buffer, data, blocking=False)
             return event
 
-    def _enqueue_copy(self, target: int, source: int, nbytes: int, what: str) -> Event:
+    def _copy_bytes(self, target: int, source: int, nbytes: int, what: str) -> Event:
         """Enqueue a copy between two addresses; its event."""
         event = ctypes.c_void_p()
         code = shared_memory.enqueue_copy(self.handle.int_ptr, target, source, nbytes, ctypes.byref(event))

@@ -130,6 +130,9 @@ def test_sums_are_those_of_onnx_runtime(case: Case, tmp_path: Path) -> None:
     bundle, feeds = compiled(case, tmp_path, device=HERE[0].descriptor_name)
     with flashmem.Session(bundle, device=HERE[0].descriptor_name) as session:
         [y] = session.run(None, feeds)
+    if (case.left, case.right) == ("uint8", "int8") and not np.array_equal(wanted, exact(case)):
+        assert np.array_equal(y, exact(case))
+        pytest.skip("without VNNI, ONNX Runtime's sums of pairs of such bytes saturate")
     assert np.array_equal(y, wanted)
 
 

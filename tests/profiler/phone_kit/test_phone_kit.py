@@ -73,11 +73,11 @@ def test_the_models_need_every_kernel_family(tmp_path: Path) -> None:
     folders = ("attention", "contraction", "convolution", "elementwise", "indexing", "movement", "recurrent", "reduction",
                "sampling", "selection", "spatial")  # fmt: skip
     templates = {name.removesuffix(".cl") for each in folders for name in _templates(each)}
-    parts = {"mac", "codes", "staged", "tensor", "group", "shared", "common", "sort_order", "heap"}  # of others
+    parts = {"mac", "codes", "staged", "tensor", "group", "shared", "common", "sort_order", "heap", "blocks"}  # of others
     parts |= {"winograd", "best_of_chunks", "candidates_by_heap"}  # of CPUs
     parts |= {"split_keys", "join_chunks", "tensor_attention", "mask_blocks", "join_sums", "tensor_codes"}  # of NVIDIA
     # Of states, and of a vocabulary: the kit's models have neither.
-    parts |= {"scatter_quantised", "rotary_scatter", "candidates_by_rank", "join_candidates"}
+    parts |= {"scatter_quantised", "rotary_scatter", "candidates_by_rank", "join_candidates", "block_rows"}
     assert {launch.kernel.rpartition("_")[0] for launch in made.program.launches} == templates - parts
 
 
