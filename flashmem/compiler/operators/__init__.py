@@ -9,8 +9,8 @@ from flashmem.compiler.kernels.attention import operators as attention
 from flashmem.compiler.kernels.candidates import operators as candidates
 from flashmem.compiler.kernels.contraction import integer_products
 from flashmem.compiler.kernels.contraction import operators as contraction
+from flashmem.compiler.kernels.indexing import block_rows, quantised_rows
 from flashmem.compiler.kernels.indexing import operators as indexing
-from flashmem.compiler.kernels.indexing import quantised_rows
 from flashmem.compiler.kernels.movement import operators as movement
 from flashmem.compiler.kernels.recurrent import operators as recurrent
 from flashmem.compiler.kernels.reduction import determinant, normalization
@@ -54,6 +54,7 @@ FAMILIES = (
     determinant,
     movement,
     indexing,
+    block_rows,
     quantised_rows,
     selection,
     suppression,
