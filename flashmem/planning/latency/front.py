@@ -86,6 +86,8 @@ def leaner(
         preload = {w.name for w in fastest.weights if w.preload}
         found = [_Rung(limit, plan, average_of(instance, plan)) for limit, plan in rungs(instance, preload) if fits(plan)]
     first = _Rung(fastest.m_peak, fastest, average_of(instance, fastest))
+    # At lambda 0, few rungs are tried for many weights. One that is sooner all the same would let latency fall with lambda.
+    found = [each for each in found if each.plan.objective >= fastest.objective]
     smallest = min(each.average for each in (first, *found))
     allowed = smallest + int((first.average - smallest) * (1 - lambda_))
     permitted = [each for each in (first, *found) if each.average <= allowed]
