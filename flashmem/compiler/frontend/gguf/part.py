@@ -17,7 +17,7 @@ _MOST_ELEMENTS = 1 << 23
 """The most elements of all arrays among the fields. The package makes an object of each. Large vocabularies have a million."""
 
 
-class Part:
+class GGUFPart:
     """The fields, by their names, and the tensors of a GGUF file, which is a whole model or a part of one.
 
     Raises:

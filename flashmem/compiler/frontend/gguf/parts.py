@@ -9,19 +9,19 @@ import re
 from pathlib import Path
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.compiler.frontend.gguf.part import Part
+from flashmem.compiler.frontend.gguf.part import GGUFPart
 
 _NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
-def read_parts(path: Path) -> list[Part]:
+def read_parts(path: Path) -> list[GGUFPart]:
     """The file `path`, or all parts of the model of which it is one, the first one first.
 
     Raises:
         MissingFileError: a part is not beside the others.
         UserError: a file is damaged, or the parts are not those of one model.
     """
-    given = Part(path)
+    given = GGUFPart(path)
     count = given.number("split.count")
     if count <= 1:
         return [given]
@@ -48,10 +48,10 @@ def read_parts(path: Path) -> list[Part]:
     return parts
 
 
-def _other(given: Path, path: Path) -> Part:
+def _other(given: Path, path: Path) -> GGUFPart:
     if not path.is_file():
         raise MissingFileError(f"{path} is missing, a part of the model of {given.name}; put all parts into one folder")
-    return Part(path)
+    return GGUFPart(path)
 
 
 def _named(name: str, number: int, count: int) -> str:
