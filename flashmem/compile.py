@@ -145,7 +145,7 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | N
     if compilation.kind == "gguf":
         read = sketched if sketch else matrix
         with converted(model, request.max_length, read, request.batch, beside=beside) as language:
-            yield _Source(language.path, language.language, meta={WEIGHTS_KEY: language.key})
+            yield _Source(language.path, language.language, files=language.files, meta={WEIGHTS_KEY: language.key})
         return
     source = _Source(model)
     if compilation.kind == "folder":

@@ -1,15 +1,13 @@
 """A GGUF file as an ONNX model with states, and what a generator needs besides: tokenizer and chat template.
 
-Fields and tensors are read by the package `gguf`, which maps the file. ggml's documentation of GGUF describes both.
+ggml's documentation of GGUF describes its fields and tensors.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import shutil
-import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +24,8 @@ from flashmem.compiler.frontend.gguf.decoder import write_decoder
 from flashmem.compiler.frontend.gguf.keys import check_keys
 from flashmem.compiler.frontend.gguf.kinds import decoder_of
 from flashmem.compiler.frontend.gguf.other_files import check_is_model
+from flashmem.compiler.frontend.gguf.part import no_file
+from flashmem.compiler.frontend.gguf.parts import read_parts
 from flashmem.compiler.frontend.gguf.placed_data import Read
 from flashmem.compiler.frontend.gguf.weights import matrix, sketched
 from flashmem.compiler.frontend.language.chat import chat_fields
@@ -36,19 +36,16 @@ _BEGINNING = ("llama-bpe",)
 the field `add_bos_token` lack it, and llama.cpp reads them so."""
 _ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Tokens that end an answer besides that of the end of a text."""
-_LENGTH = struct.Struct("<Q")
-_LENGTH_BYTES = 8  # before each text or array
 _KEY_BYTES = 1 << 12  # of the data of a tensor, at its beginning, middle and end
-_MOST_ELEMENTS = 1 << 23
-"""The most elements of all arrays among the fields. The package makes an object of each. Large vocabularies have a million."""
 
 
 @contextmanager
 def converted(
     path: Path, max_length: int | None, read: Read = matrix, batch: int = 1, *, beside: Path | None = None
 ) -> Iterator[LanguageModel]:
-    """The model in the GGUF file `path`, as long as the body runs. `max_length`: tokens that the cache holds, in each row
-    of the `batch`.
+    """The model in the GGUF file `path`, or in the parts of which it is one, as long as the body runs.
+
+    `max_length`: tokens that the cache holds, in each row of the `batch`.
 
     `read` makes weights of tensors; `weights.dequantised` makes floats of all, for other runtimes. The model is in a folder
     beside the bundle `beside`, or a temporary one.
@@ -68,8 +65,8 @@ def converted(
         except (UserError, OSError):
             raise
         except Exception as error:  # for a damaged file, the package and numpy raise any kind of error
-            raise UserError(f"{path} is no GGUF file, or a part of one ({' '.join(str(error).split())})") from error
-        yield LanguageModel(target, language, key=file.key())
+            raise no_file(path, error) from error
+        yield LanguageModel(target, language, files=tuple(part.path for part in file.parts), key=file.key())
 
 
 def _convert(file: GGUFFile, target: Path, max_length: int | None, read: Read, batch: int) -> bytes:
@@ -84,70 +81,21 @@ def _convert(file: GGUFFile, target: Path, max_length: int | None, read: Read, b
 
 
 class GGUFFile:
-    """The fields and tensors of a GGUF file. Every method raises UserError for what is missing or unknown."""
+    """The fields and tensors of a GGUF file, or of its parts. Every method raises UserError for what is missing or unknown."""
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFEndian, GGUFReader, GGUFValueType
-
-        class Reader(GGUFReader):
-            """Reads through a plain array: a `numpy.memmap` takes twice as long for each of 150,000 fields.
-
-            It refuses arrays with more elements than the rest of the file can hold: the package would read empty ones for ever.
-            """
-
-            elements = 0
-
-            @property
-            def data(self) -> Any:
-                return self._data
-
-            @data.setter
-            def data(self, mapped: Any) -> None:
-                self._data = np.asarray(mapped)
-                self.mapping = mapped.base
-
-            def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-                if raw_type == GGUFValueType.ARRAY:
-                    kind, count = (int(self._get(orig_offs + at, whole)[0]) for at, whole in ((0, np.uint32), (4, np.uint64)))
-                    scalars: Any = self.gguf_scalar_to_np
-                    least = np.dtype(scalars[kind]).itemsize if kind in scalars else _LENGTH_BYTES  # of an element
-                    self.elements += count
-                    if count * least > len(self.data) - orig_offs or self.elements > _MOST_ELEMENTS:
-                        raise ValueError(f"it has an array of {count} elements")
-                    if self.byte_order == "I" and (kind in scalars or kind == GGUFValueType.STRING):
-                        return self._array(orig_offs, kind, count)
-                return super()._get_field_parts(orig_offs, raw_type)
-
-            def _array(self, orig_offs: int, kind: int, count: int) -> Any:
-                """The parts of an array of numbers or texts; the package makes arrays of each element and its length."""
-                offset = orig_offs + 12
-                types = [GGUFValueType.ARRAY, GGUFValueType(kind)][: 1 + (count > 0)]
-                head = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
-                if kind != GGUFValueType.STRING:
-                    numbers = self._get(offset, self.gguf_scalar_to_np[GGUFValueType(kind)], count)
-                    return 12 + numbers.nbytes, [*head, numbers], [2] if count else [], types
-                texts = []
-                for _ in range(count):
-                    (length,) = _LENGTH.unpack_from(self.data, offset)
-                    offset += _LENGTH_BYTES + length
-                    if offset > len(self.data):
-                        raise ValueError(f"it has a text of {length} bytes")
-                    texts.append(self.data[offset - length : offset])
-                return offset - orig_offs, [*head, *texts], [*range(2, 2 + count)], types
-
-        reader: Any = Reader(path)
-        if reader.endianess != GGUFEndian.LITTLE:
-            raise UserError(f"{path} is for big-endian computers; convert it with gguf-py's gguf_convert_endian.py")
         self.path = path
-        self.fields = reader.fields
-        self._mapping = reader.mapping
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.parts = read_parts(path)
+        self.fields = self.parts[0].fields
+        self.tensors = {tensor.name: tensor for part in self.parts for tensor in part.tensors}
+        if len(self.tensors) < sum(len(part.tensors) for part in self.parts):
+            raise UserError(f"{path} has two tensors of one name; download or convert it again")
         self.read: set[str] = set()  # names of fields
 
     def read_little(self) -> None:
         """Read only the pages that are used from now on, and not those behind them, where the system can be asked for that."""
-        if hasattr(mmap, "MADV_RANDOM"):
-            self._mapping.madvise(mmap.MADV_RANDOM)
+        for part in self.parts:
+            part.read_little()
 
     def field(self, name: str, default: Any = None) -> Any:
         """The value of a field."""

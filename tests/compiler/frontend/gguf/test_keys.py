@@ -133,7 +133,6 @@ def test_tensors_without_a_part_are_refused(name: str, tmp_path: Path) -> None:
         ({"general.type": "mmproj"}, "is the part of a model that reads images or sound"),
         ({"general.type": "imatrix"}, "is an importance matrix"),
         ({"general.type": "dataset"}, "is of the type 'dataset' and no model"),
-        ({"split.count": 3, "split.no": 0}, "is part 1 of the 3 parts of a model; join them with llama.cpp"),
     ],
 )
 def test_other_files_are_named(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
