@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flashmem.base.errors import BudgetError, FlashmemWarning, UserError
+from flashmem.base.garbage import collecting_seldom
 from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
 from flashmem.bundle.cache import find_or_make, forget
 from flashmem.bundle.language import WEIGHTS_KEY, Language
@@ -53,6 +54,7 @@ Progress = Callable[[str, float], None]
 
 
 @keywords_of(CompileCall)
+@collecting_seldom()
 def compile(call: CompileCall) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
 
@@ -204,6 +206,7 @@ def _planned(
         return least, plan_variants(least, progress, begin)
 
 
+@collecting_seldom()
 def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress) -> tuple[Bundle, int]:
     """A bundle with weights of zeros, which takes little time and disk space, and the smallest budget of its model in bytes.
 
