@@ -76,7 +76,7 @@ class CompiledKernel:
 
     @property
     def step_slots(self) -> float:
-        """Slots that a step of the copy stream adds, with all its branches, as `phone_compilers.interleaved` counts them."""
+        """Slots that a step of the copy stream adds, as `phone_compilers.interleaved` counts them."""
         if self.plain.around_slots and self.lane.around_slots:
             return max(0, self.lane.around_slots - self.plain.around_slots)
         if self.plain.loop_macs and self.lane.loop_macs:
@@ -168,8 +168,7 @@ class PipelineModel:
         return max(alone, max(busy.values()) + gpu.launch_seconds, nbytes / gpu.host + gpu.launch_seconds)
 
     def _copy_slots(self, launch: LaunchFeatures, nbytes: float) -> float:
-        """Slots that move `nbytes`: between steps as far as there are steps, the rest after them."""
+        """Slots that move `nbytes`: of every step, which has no condition, and of what is left after them."""
         compiled = self._compiled
-        between = min(nbytes, steps(compiled, launch) * compiled.step_bytes * launch.items)
-        each = compiled.step_slots / compiled.step_bytes if compiled.step_bytes else 0.0
-        return between * each + (nbytes - between) * compiled.drained
+        taken = steps(compiled, launch) * launch.items
+        return taken * compiled.step_slots + max(0.0, nbytes - taken * compiled.step_bytes) * compiled.drained

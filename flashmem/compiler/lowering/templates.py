@@ -28,11 +28,13 @@ _PLACEHOLDER = "KERNEL_NAME"
 DEFAULT_STYLE = CodeStyle()
 """The code style of CPUs and of GPUs that no descriptor says more about."""
 
-_LANE_UNITS = 2
+_LANE_UNITS = 3
+_TALL_UNITS = 2
 _STAGED_UNITS = 1
 _COPY_UNITS = 4
 _SMALL_COPY_UNITS = 8
-"""Units of the copy stream that a work-item copies at a time: in a kernel that computes; in a staged contraction, whose sums
+"""Units of the copy stream that a work-item copies in a step: in a kernel that computes; in a contraction of more than four
+rows a work-item, where a third one takes registers that let a phone's core have two more waves; in a staged contraction, whose sums
 and next stage fill the registers; in a kernel that only copies, so that many reads are in flight; in one that copies texels of
 4 or 8 bytes, whose places cost a phone more instructions than the texels.
 """
@@ -62,7 +64,7 @@ def _environment(style: CodeStyle) -> Environment:
 
 @dataclass(frozen=True)
 class Lane:
-    """The interleaved copy stream of a kernel, for common/lane.cl.j2: a work-item copies `units` units at a time.
+    """The interleaved copy stream of a kernel, for common/lane.cl.j2: a work-item copies `units` units in a step.
 
     `alone`: the kernel does nothing else.
     """
@@ -140,7 +142,7 @@ class KernelLibrary:
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
         for kind in kinds:
-            small = kind not in ("float", "buffer") and not self._style.divisions
+            small = kind not in ("float", "buffer") and self._style.vector_loads
             lane_copy = Lane(kind, _SMALL_COPY_UNITS if small else _COPY_UNITS, alone=True)
             text = _rendered("common/lane_copy", lane_copy, _TemplateValues({}), self._style)
             laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
@@ -152,8 +154,11 @@ class KernelLibrary:
 
 
 def _units(given: dict[str, Any]) -> int:
-    """Units of the copy stream that a work-item of such a kernel copies at a time."""
-    return _STAGED_UNITS if "t" in given and given["t"].k_block else _LANE_UNITS
+    """Units of the copy stream that a work-item of such a kernel copies in a step."""
+    tile = given.get("t")
+    if tile is None:
+        return _LANE_UNITS
+    return _STAGED_UNITS if tile.k_block else _TALL_UNITS if tile.rows > 4 else _LANE_UNITS
 
 
 def _prelude(text: str) -> str:
