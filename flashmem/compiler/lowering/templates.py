@@ -28,13 +28,17 @@ _PLACEHOLDER = "KERNEL_NAME"
 DEFAULT_STYLE = CodeStyle()
 """The code style of CPUs and of GPUs that no descriptor says more about."""
 
+_INNER = ("contraction/matmul", "convolution/conv")
+"""Kernels that can copy in their innermost loop, where it reads vectors of the depth."""
+
 _LANE_UNITS = 3
+_INNER_UNITS = 1
 _TALL_UNITS = 2
 _STAGED_UNITS = 1
 _COPY_UNITS = 4
 _SMALL_COPY_UNITS = 8
-"""Units of the copy stream that a work-item copies in a step: in a kernel that computes; in a contraction of more than four
-rows a work-item, where a third one takes registers that let a phone's core have two more waves; in a staged contraction, whose sums
+"""Units of the copy stream that a work-item copies in a step: in a kernel that computes; in an innermost loop; in a contraction of more than four
+rows a work-item, where a third one takes registers of two waves of a phone; in a staged contraction, whose sums
 and next stage fill the registers; in a kernel that only copies, so that many reads are in flight; in one that copies texels of
 4 or 8 bytes, whose places cost a phone more instructions than the texels.
 """
@@ -66,12 +70,13 @@ def _environment(style: CodeStyle) -> Environment:
 class Lane:
     """The interleaved copy stream of a kernel, for common/lane.cl.j2: a work-item copies `units` units in a step.
 
-    `alone`: the kernel does nothing else.
+    `alone`: the kernel does nothing else. `inner`: steps are those of the innermost loop.
     """
 
     kind: LaneKind
     units: int
     alone: bool = False
+    inner: bool = False
 
     @property
     def places(self) -> tuple[LaneKind, ...]:
@@ -137,7 +142,7 @@ class KernelLibrary:
         Kernels that only copy are added, for buffers and for textures of `channels`.
         """
         laned = {
-            name: _rendered(template, Lane(lane, _units(given.values)), given, self._style).replace(_PLACEHOLDER, name)
+            name: _rendered(template, _lane(lane, template, given.values, self._style), given, self._style).replace(_PLACEHOLDER, name)
             for name, (template, given) in self._given.items()
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
@@ -153,12 +158,14 @@ class KernelLibrary:
         )
 
 
-def _units(given: dict[str, Any]) -> int:
-    """Units of the copy stream that a work-item of such a kernel copies in a step."""
+def _lane(kind: LaneKind, template: str, given: dict[str, Any], style: CodeStyle) -> Lane:
+    """The copy stream of a kernel that computes."""
     tile = given.get("t")
     if tile is None:
-        return _LANE_UNITS
-    return _STAGED_UNITS if tile.k_block else _TALL_UNITS if tile.rows > 4 else _LANE_UNITS
+        return Lane(kind, _LANE_UNITS)
+    if style.copies_between_steps and template in _INNER and tile.loop.depth_vector > 1 and not given.get("gathered"):
+        return Lane(kind, _INNER_UNITS, inner=True)
+    return Lane(kind, _STAGED_UNITS if tile.k_block else _TALL_UNITS if tile.rows > 4 else _LANE_UNITS)
 
 
 def _prelude(text: str) -> str:
