@@ -227,11 +227,11 @@ def _read(source: _Source, compilation: Compilation, progress: Progress) -> Vari
 
     progress("import", 0.0)
     variants = compilation.variants
-    graphs = [GroupedGraph.of(graph, options) for graph, options in zip(read_graphs(variants, read), variants, strict=True)]
-    if compilation.is_language and compilation.request.batch == 1:
-        longest = Language.from_json(source.language).max_length
-        variants, graphs = with_longer_run(variants, graphs, longest, lambda options: GroupedGraph.of(read(options), options))
-    return Variants.grouped(variants, graphs)
+    made = Variants.of(variants, read_graphs(variants, read))
+    if not compilation.is_language or compilation.request.batch != 1:
+        return made
+    longest = Language.from_json(source.language).max_length
+    return with_longer_run(made, longest, lambda options: GroupedGraph.of(read(options), options))
 
 
 def _compile(
