@@ -2,8 +2,8 @@
 
     python -m benchmarks.planning.between_steps [MODEL ...] --device adreno750 [--precision fp16]
 
-A launch's first move goes between the steps of its work, as far as these reach; the rest goes after the work, or by a launch that
-only copies. Steps are counted as `profiler.phone_compilers.pipeline` counts them. Models are planned; nothing runs.
+A launch's first move goes between the steps of its work, as far as these reach; the rest goes after the work, or by a launch
+that only copies. Steps are counted as `profiler.phone_compilers.pipeline` counts them. Models are planned; nothing runs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from flashmem.request.request import BundleRequest
 from flashmem.runtime.streaming.interleaved import layer_moves
 from flashmem.tools.zoo.graphs import zoo_graph
 
-
 MODELS = (
-    "gptneo-125m", "gptneo-1.3b", "gpt2", "resnet50", "mobilenetv2", "vit-b16", "vit-103m", "deepvit-204m", "whisper-tiny-encoder",
-    "whisper-medium-encoder", "opt-125m",
+    "gptneo-125m", "gptneo-1.3b", "gpt2", "resnet50", "mobilenetv2", "vit-b16", "vit-103m", "deepvit-204m",
+    "whisper-tiny-encoder", "whisper-medium-encoder", "opt-125m",
 )  # fmt: skip
 
 

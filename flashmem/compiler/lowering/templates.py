@@ -37,10 +37,10 @@ _TALL_UNITS = 2
 _STAGED_UNITS = 1
 _COPY_UNITS = 4
 _SMALL_COPY_UNITS = 8
-"""Units of the copy stream that a work-item copies in a step: in a kernel that computes; in an innermost loop; in a contraction of more than four
-rows a work-item, where a third one takes registers of two waves of a phone; in a staged contraction, whose sums
-and next stage fill the registers; in a kernel that only copies, so that many reads are in flight; in one that copies texels of
-4 or 8 bytes, whose places cost a phone more instructions than the texels.
+"""Units of the copy stream that a work-item copies in a step: in a kernel that computes; in an innermost loop; in a contraction
+of more than four rows a work-item, where a third one takes registers of two waves of a phone; in a staged contraction, whose
+sums and next stage fill the registers; in a kernel that only copies, so that many reads are in flight; in one that copies texels
+of 4 or 8 bytes, whose places cost a phone more instructions than the texels.
 """
 
 
@@ -142,7 +142,7 @@ class KernelLibrary:
         Kernels that only copy are added, for buffers and for textures of `channels`.
         """
         laned = {
-            name: _rendered(template, _lane(lane, template, given.values, self._style), given, self._style).replace(_PLACEHOLDER, name)
+            name: self._with_lane(lane, template, given).replace(_PLACEHOLDER, name)
             for name, (template, given) in self._given.items()
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
@@ -156,6 +156,9 @@ class KernelLibrary:
             lane=kernel_source({name: _prelude(text) + text for name, text in laned.items()}),
             kernels=tuple(self._plain),
         )
+
+    def _with_lane(self, kind: LaneKind, template: str, given: _TemplateValues) -> str:
+        return _rendered(template, _lane(kind, template, given.values, self._style), given, self._style)
 
 
 def _lane(kind: LaneKind, template: str, given: dict[str, Any], style: CodeStyle) -> Lane:
