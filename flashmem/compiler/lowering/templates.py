@@ -39,8 +39,8 @@ _COPY_UNITS = 4
 _SMALL_COPY_UNITS = 8
 """Units of the copy stream that a work-item copies in a step: in a kernel that computes; in an innermost loop; in a contraction
 of more than four rows a work-item, where a third one takes registers of two waves of a phone; in a staged contraction, whose
-sums and next stage fill the registers; in a kernel that only copies, so that many reads are in flight; in one that copies texels
-of 4 or 8 bytes, whose places cost a phone more instructions than the texels.
+sums and next stage fill the registers; in a kernel that only copies, so that many reads are in flight; in one that copies
+texels of 4 or 8 bytes, whose places cost a phone more instructions than the texels.
 """
 
 
