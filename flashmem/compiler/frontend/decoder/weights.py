@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.errors import UserError
-from flashmem.compiler.ir.blocks import FORMATS
+from flashmem.compiler.ir.blocks import STORED
+from flashmem.compiler.ir.blocks.floats import FloatFormat
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -37,7 +38,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class BlockedMatrix:
-    """A matrix in blocks of a `kind` along its rows: `blocks` is uint8 [rows, bytes of a row]."""
+    """A matrix in blocks of a `kind` along its rows, or in floats of 16 bits: `blocks` is uint8 [rows, bytes of a row]."""
 
     blocks: Bytes
     kind: str
@@ -50,15 +51,15 @@ def stored_floats(name: str, array: NDArray[Any]) -> FileTensor:
 
 
 def matrix(tensor: FileTensor, rows: slice = WHOLE) -> BlockedMatrix | Floats:
-    """Some rows of a matrix: in blocks, or floats [rows, depth].
+    """Some rows of a matrix: as they are in the file, or float32 [rows, depth].
 
     Raises:
         UserError: it has another format.
     """
-    if tensor.kind in FLOATS:
+    if tensor.kind == "F32":
         return dequantised(tensor, rows)
-    if tensor.kind not in FORMATS:
-        known = ", ".join((*FORMATS, *FLOATS))
+    if tensor.kind not in STORED:
+        known = ", ".join((*STORED, "F32"))
         raise UserError(
             f"the tensor {tensor.name} has the format {tensor.kind}, which is not supported; convert the file to one of {known}"
         )
@@ -73,13 +74,13 @@ def sketched(tensor: FileTensor, rows: slice = WHOLE) -> BlockedMatrix | Floats:
     height, depth = tensor.shape
     first, last, _ = rows.indices(height)
     mark = np.frombuffer(crc32(tensor.name.encode()).to_bytes(4, "little"), np.uint8)
-    if tensor.kind not in FORMATS and tensor.kind not in FLOATS:
+    if tensor.kind not in (*STORED, "F32"):
         return matrix(tensor)
-    size, dtype = (depth, np.float32) if tensor.kind in FLOATS else (FORMATS[tensor.kind].row_bytes(depth), np.uint8)
+    size, dtype = (depth, np.float32) if tensor.kind == "F32" else (STORED[tensor.kind].row_bytes(depth), np.uint8)
     array: NDArray[Any] = np.zeros((last - first, size), dtype)
     if first == 0:
         array.reshape(-1)[: len(mark)] = mark[: array.size]
-    return array if tensor.kind in FLOATS else BlockedMatrix(array, tensor.kind)
+    return array if tensor.kind == "F32" else BlockedMatrix(array, tensor.kind)
 
 
 def floats(tensor: FileTensor) -> Floats:
@@ -95,10 +96,8 @@ def dequantised(tensor: FileTensor, rows: slice = WHOLE) -> Floats:
     found: Floats
     if tensor.kind == "F32":
         found = data.view("<f4")
-    elif tensor.kind == "F16":
-        found = data.view("<f2").astype(np.float32)
-    elif tensor.kind == "BF16":
-        found = (data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    elif isinstance(kind := STORED.get(tensor.kind), FloatFormat):
+        found = kind.floats(data)
     else:
         from gguf import GGMLQuantizationType, quants
 
