@@ -18,12 +18,12 @@ from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
 from flashmem.bundle.cache import find_or_make, forget
 from flashmem.bundle.language import WEIGHTS_KEY, Language
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
+from flashmem.compilation import DATA_FILES, STORED, Compilation, read_compilation, states_of
 from flashmem.compiler.adaptive.prompt_runs import with_longer_run
 from flashmem.compiler.adaptive.shape_variants import Variants, adding, plan_variants, read_graphs
+from flashmem.compiler.frontend.decoder.weights import matrix, sketched
+from flashmem.compiler.frontend.decoder_files import converted
 from flashmem.compiler.frontend.external_data import model_files
-from flashmem.compiler.frontend.gguf.reader import converted
-from flashmem.compiler.frontend.gguf.weights import matrix, sketched
 from flashmem.compiler.frontend.language.candidates import check_batch, with_candidates
 from flashmem.compiler.frontend.language.folder import read_folder
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
@@ -144,7 +144,7 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | N
     """
     model = compilation.model
     request = compilation.request
-    if compilation.kind == "gguf":
+    if compilation.kind in STORED:
         read = sketched if sketch else matrix
         with converted(model, request.max_length, read, request.batch, beside=beside) as language:
             yield _Source(language.path, language.language, files=language.files, meta={WEIGHTS_KEY: language.key})
