@@ -11,9 +11,9 @@ import pytest
 import flashmem
 from flashmem.base.errors import MissingFileError, UserError
 from flashmem.compilation import read_compilation
+from flashmem.compiler.frontend.decoder.weights import sketched
+from flashmem.compiler.frontend.decoder_files import converted
 from flashmem.compiler.frontend.gguf.parts import read_parts
-from flashmem.compiler.frontend.gguf.reader import converted
-from flashmem.compiler.frontend.gguf.weights import sketched
 from flashmem.request.request import BundleRequest
 from tests.support.command_line import command_line
 from tests.support.gguf_models import SmallLlama
