@@ -125,17 +125,18 @@ class Limits(OptionSet):
         "Which solver may search where a plan has a gap.",
         default="auto",
         kind=choice(SolverChoice),
-        doc='"dp": the dynamic program of the paper\'s objective alone. "cp-sat": then OR-tools: CP-SAT for this objective, '
-        'linear programs for the bound within an average of memory. "auto": "cp-sat" where OR-tools is installed; a phone has '
-        "none.",
+        doc='"dp": the planner alone, without OR-tools. "auto": then CP-SAT, where a plan has a gap and OR-tools is installed '
+        '(a phone has none): `plan` waits for it, `compile` lets it search while weights are packed, and waits 2 s more. '
+        '"cp-sat": the same however small the gap, and `compile` waits too.',
         group=PLAN,
     )
     solve_seconds: float | None = option(
-        "Limit on each search by a solver.",
+        "Limit on the search by a solver.",
         default=None,
         kind=Numeric("SECONDS", float, 0, hint="leave it out for the default"),
-        doc="the most seconds of each search by a solver: by default 5 for the paper's objective, and 2 for a bound.",
-        shown="5; 2 for a bound",
+        doc="the most seconds of the search where a plan has a gap, 10 by default; 0 for none. Of each search for the paper's "
+        "objective, of which there may be several, by default 5.",
+        shown="10; paper: 5",
         group=PLAN,
     )
 
