@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashmem.base.errors import MissingFileError, UserError
-from flashmem.base.foreign_models import check_format
+from flashmem.base.foreign_models import check_format, has_safetensors
 from flashmem.base.version import __version__
 from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
@@ -30,8 +30,11 @@ from flashmem.schedule.objectives import AUTO, STEADY
 if TYPE_CHECKING:
     import onnx
 
-ModelKind = Literal["onnx", "gguf", "folder"]
-"""An ONNX file, a GGUF file, or a folder with a language model in ONNX."""
+ModelKind = Literal["onnx", "gguf", "safetensors", "folder"]
+"""An ONNX file, a GGUF file, or a folder with a language model, in safetensors or in ONNX."""
+
+STORED: frozenset[ModelKind] = frozenset({"gguf", "safetensors"})
+"""Kinds of which the decoder is written as ONNX, and weights keep the types that they have."""
 
 DATA_FILES = "data_files"
 """The key in a bundle's metadata for the states of the model's other files, as `states_of` gives them."""
@@ -150,7 +153,7 @@ def _of_language_model(model: Path, request: BundleRequest) -> BundleRequest:
         raise UserError(f"--batch {rows} is not possible; give a number from 1 to {MOST_ROWS}")
     if any(request.shapes) or request.states is not None or request.constants:
         raise UserError(f"the shapes, states and inputs of {model} are known; leave out --shape, --state and --constant")
-    if request.quantize is not None and kind_of(model) == "gguf":
+    if request.quantize is not None and kind_of(model) in STORED:
         raise UserError(f"the weights of {model} keep the types that they have there; leave out --quantize")
     counts = (1, CHECKED_TOKENS, PROMPT_TOKENS) if rows == 1 else (1, BATCH_TOKENS)
     return request.replace(
@@ -169,7 +172,7 @@ def states_of(paths: Iterable[Path]) -> list[list[str | int]]:
 def kind_of(model: Path) -> ModelKind:
     """The kind of a model, by its name and, for a folder, by the files in it."""
     if model.is_dir():
-        return "folder"
+        return "safetensors" if has_safetensors(model) else "folder"
     return "gguf" if model.suffix == ".gguf" else "onnx"
 
 

@@ -13,16 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from flashmem.base.errors import BudgetError, FlashmemWarning, UserError
+from flashmem.base.garbage import collecting_seldom
 from flashmem.bundle.bundle import Bundle, ProgramCode, ShapeVariant
 from flashmem.bundle.cache import find_or_make, forget
 from flashmem.bundle.language import WEIGHTS_KEY, Language
 from flashmem.bundle.writer import BundleWriter
-from flashmem.compilation import DATA_FILES, Compilation, read_compilation, states_of
+from flashmem.compilation import DATA_FILES, STORED, Compilation, read_compilation, states_of
 from flashmem.compiler.adaptive.prompt_runs import with_longer_run
 from flashmem.compiler.adaptive.shape_variants import Variants, adding, plan_variants, read_graphs
+from flashmem.compiler.frontend.decoder.weights import matrix, sketched
+from flashmem.compiler.frontend.decoder_files import converted
 from flashmem.compiler.frontend.external_data import model_files
-from flashmem.compiler.frontend.gguf.reader import converted
-from flashmem.compiler.frontend.gguf.weights import matrix, sketched
 from flashmem.compiler.frontend.language.candidates import check_batch, with_candidates
 from flashmem.compiler.frontend.language.folder import read_folder
 from flashmem.compiler.frontend.language.model import Rewrite, unchanged
@@ -54,6 +55,7 @@ Progress = Callable[[str, float], None]
 
 
 @keywords_of(CompileCall)
+@collecting_seldom()
 def compile(call: CompileCall) -> Bundle:
     """Compile `model` into a bundle that runs within `budget` bytes on `device`.
 
@@ -143,10 +145,10 @@ def _as_onnx(compilation: Compilation, *, sketch: bool = False, beside: Path | N
     """
     model = compilation.model
     request = compilation.request
-    if compilation.kind == "gguf":
+    if compilation.kind in STORED:
         read = sketched if sketch else matrix
         with converted(model, request.max_length, read, request.batch, beside=beside) as language:
-            yield _Source(language.path, language.language, meta={WEIGHTS_KEY: language.key})
+            yield _Source(language.path, language.language, files=language.files, meta={WEIGHTS_KEY: language.key})
         return
     source = _Source(model)
     if compilation.kind == "folder":
@@ -205,6 +207,7 @@ def _planned(
         return least, plan_variants(least, progress, begin)
 
 
+@collecting_seldom()
 def compile_rehearsal(compilation: Compilation, output: Path, progress: Progress) -> tuple[Bundle, int]:
     """A bundle with weights of zeros, which takes little time and disk space, and the smallest budget of its model in bytes.
 
@@ -228,11 +231,11 @@ def _read(source: _Source, compilation: Compilation, progress: Progress) -> Vari
 
     progress("import", 0.0)
     variants = compilation.variants
-    graphs = [GroupedGraph.of(graph, options) for graph, options in zip(read_graphs(variants, read), variants, strict=True)]
-    if compilation.is_language and compilation.request.batch == 1:
-        longest = Language.from_json(source.language).max_length
-        variants, graphs = with_longer_run(variants, graphs, longest, lambda options: GroupedGraph.of(read(options), options))
-    return Variants.grouped(variants, graphs)
+    made = Variants.of(variants, read_graphs(variants, read))
+    if not compilation.is_language or compilation.request.batch != 1:
+        return made
+    longest = Language.from_json(source.language).max_length
+    return with_longer_run(made, longest, lambda options: GroupedGraph.of(read(options), options))
 
 
 def _compile(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving.language model.gguf --device intel-cpu [--budget 60MB] [--kv int8] [--tokens 64] [--prompts 8]
 
-Both engines run the ONNX model of the file (`flashmem.compiler.frontend.gguf`) and take the likeliest token each time. ONNX
+Both engines run the ONNX model of the file (`flashmem.compiler.frontend.decoder`) and take the likeliest token each time. ONNX
 Runtime has the weights that the package gguf dequantises, in float32, the cache in arrays, and no limit on memory. Where its
 two best logits are nearer than 1e-3 of their range, a prompt ends. It prints for each prompt the equal tokens, and for both
 engines the seconds to the first token and the median milliseconds of a later one; for flashmem the bytes that are loaded for
@@ -22,8 +22,8 @@ import onnxruntime
 
 import flashmem
 from benchmarks.command import Arguments, run_command
-from flashmem.compiler.frontend.gguf.reader import converted
-from flashmem.compiler.frontend.gguf.weights import dequantised
+from flashmem.compiler.frontend.decoder.weights import dequantised
+from flashmem.compiler.frontend.decoder_files import converted
 
 PROMPTS = (
     "What is the capital of Japan?",

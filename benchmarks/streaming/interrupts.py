@@ -1,11 +1,12 @@
 """Ctrl-C: real SIGINTs at random times into sessions that open, run and close, over and over.
 
-    python -m benchmarks.streaming.interrupts --device D [--signals 20000] [--modes map dma ...] [--bundles DIR] [--seed N]
+    python -m benchmarks.streaming.interrupts --device D [--signals 20000] [--modes map dma ...] [--jobs N] [--seed S]
 
 A small model with random weights is compiled within the smallest budget for every memory path of the device, and played in
 every transfer mode. On a CPU the modes of a device with memory of its own are imitated too (`dma apart`, `interleave apart`).
-Each batch of signals goes to a process of its own. That opens a session, makes some runs, closes it, and so on, until a signal
-of its parent arrives, at a time drawn from `--seed`. Then it closes the session, if there is one, and counts
+Each batch of signals goes to a process of its own, `--jobs` of them at a time. Such a process opens a session, makes some runs,
+closes it, and so on, until a signal of its parent arrives, at a time drawn from `--seed`. Then it closes the session, if there
+is one, and counts
 
 - in what the signal came: opening, runs, or a close; or whether no KeyboardInterrupt came of it (lost);
 - answers that are those of a session which no signal disturbs, and others;
@@ -35,6 +36,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -46,12 +48,13 @@ from numpy.typing import NDArray
 
 import flashmem
 from benchmarks.command import Arguments, run_command
-from benchmarks.streaming.stress import compile_all, same
+from benchmarks.streaming.stress import same
 from flashmem.base.child_processes import module_environment, python_module
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.base.types import MemoryPath, TransferMode
 from flashmem.bundle.bundle import Bundle
 from flashmem.runtime.engine.inputs import complete_inputs
+from flashmem.runtime.kernels.children import processors
 from flashmem.runtime.memory.accounts import Budget
 from flashmem.runtime.opencl.device import Device
 from flashmem.runtime.opencl.processor import processor_of
@@ -105,13 +108,21 @@ def cases(name: str, folder: Path) -> list[Case]:
     source, device, found = folder / "chain.onnx", device_here(name), list[Case]()
     write_chain(source)
     for path in find_descriptor(name).memory_paths:
-        bundle = compile_all(source, path, name, "fp32", folder)["smallest"]
-        opened = Bundle.open(bundle)
+        bundle = folder / f"chain.{device.descriptor_name}.{path}.flashmem"
+        opened = Bundle.open(bundle) if bundle.exists() else compile_smallest(source, bundle, name, path)
         modes = [mode for mode in usable_modes(opened, device, "auto").modes[path] if mode in opened.plan.layouts]
         found += [Case(path, mode, False, bundle) for mode in modes]
         if device.unified_memory and device.kind == "cpu":
             found += [Case(path, mode, True, bundle) for mode in modes if mode in ("dma", "interleave")]
     return found
+
+
+def compile_smallest(source: Path, bundle: Path, device: str, path: MemoryPath) -> Bundle:
+    """The model compiled within the smallest budget for everything that works."""
+    try:
+        return flashmem.compile(source, bundle, device=device, memory_path=path, budget=1)
+    except BudgetError as error:
+        return flashmem.compile(source, bundle, device=device, memory_path=path, budget=error.smallest_bytes)
 
 
 class Player:
@@ -237,7 +248,25 @@ def play_batch(given: dict[str, Any]) -> None:
     print(json.dumps({"counts": player.counts, "failures": player.failures}), flush=True)
 
 
-def send_batch(case: Case, device: str, signals: int, patience: float, rng: random.Random) -> tuple[Counter[str], Counter[str]]:
+Found = tuple[Counter[str], Counter[str]]
+"""What came of signals, and each failure with its number."""
+
+
+def send_all(case: Case, device: str, signals: int, patience: float, seed: int) -> Found:
+    """Send a batch of signals. A child that ends before it had all of them has a successor."""
+    counts = Counter[str]()
+    failures = Counter[str]()
+    rng = random.Random(seed)
+    left = signals
+    while left > 0:
+        found, failed = send_batch(case, device, left, patience, rng)
+        left -= max(1, found["signals"])
+        counts.update(found)
+        failures.update(failed)
+    return counts, failures
+
+
+def send_batch(case: Case, device: str, signals: int, patience: float, rng: random.Random) -> Found:
     """Play a batch in a child, and send it signals; what came of them."""
     given = {
         "path": case.path, "mode": case.mode, "apart": case.apart, "bundle": str(case.bundle), "device": device,
@@ -277,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--signals", type=int, default=20_000, help="of all modes together")
     parser.add_argument("--modes", nargs="+", help="for instance map, or 'buffer dma apart'; default: all")
     parser.add_argument("--bundles", type=Path, help="a folder to keep bundles in")
+    parser.add_argument("--jobs", type=int, default=processors(), help="processes; by default one for each processor")
     parser.add_argument("--patience", type=float, default=60, help="seconds until a process that does not answer is a hang")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -285,30 +315,51 @@ def main(arguments: Sequence[str] | None = None) -> None:
         play_batch(json.loads(args.child))
         return
     parser.check_device(args.device)
+    if min(args.signals, args.jobs) < 1:
+        raise UserError("--signals and --jobs must be positive")
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(interrupt(args, args.bundles or Path(folder)))
 
 
+def batches(signals: int, number: int, modes: int) -> list[int]:
+    """The sizes of the batches of one of `modes`, which share the signals."""
+    share = signals * (number + 1) // modes - signals * number // modes
+    return [min(BATCH, share - done) for done in range(0, share, BATCH)]
+
+
 def interrupt(args: argparse.Namespace, folder: Path) -> int:
-    """Send all signals, to one mode after the other; returns the exit code."""
-    device, rng, begun = device_here(args.device), random.Random(args.seed), time.monotonic()
+    """Send all signals, in batches, and print what came of them mode by mode; returns the exit code."""
+    device = device_here(args.device)
+    rng = random.Random(args.seed)
+    begun = time.monotonic()
     print(f"{device.name} ({device.platform}, driver {device.driver_version}), {processor_of(device)}")
-    print(f"Python {platform.python_version()}", flush=True)
+    print(f"Python {platform.python_version()}, {args.jobs} processes", flush=True)
     played = [case for case in cases(args.device, folder) if {str(case), case.mode} & set(args.modes or [str(case)])]
     if not played:
         raise UserError("nothing is left to play; the device has no such transfer mode (flashmem devices)")
+    print(f"{len(played)} modes, compiled in {time.monotonic() - begun:.0f} s", flush=True)
     counts = {case: Counter[str]() for case in played}
-    for number, case in enumerate(played):
-        left = args.signals * (number + 1) // len(played) - args.signals * number // len(played)
-        failures = Counter[str]()
-        while left > 0:
-            found, failed = send_batch(case, args.device, min(BATCH, left), args.patience, rng)
-            left -= max(1, found["signals"])
-            counts[case].update(found)
-            failures.update(failed)
-        print(f"{case}: {said(counts[case])}", flush=True)
-        for failure, count in failures.items():
-            print(f"  {count} times {failure}", flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        sending = {
+            case: [
+                pool.submit(send_all, case, args.device, signals, args.patience, rng.randrange(1 << 30))
+                for signals in batches(args.signals, number, len(played))
+            ]
+            for number, case in enumerate(played)
+        }
+        try:
+            for case, futures in sending.items():
+                failures = Counter[str]()
+                for future in futures:
+                    found, failed = future.result()
+                    counts[case].update(found)
+                    failures.update(failed)
+                print(f"{case}: {said(counts[case])}", flush=True)
+                for failure, count in failures.items():
+                    print(f"  {count} times {failure}", flush=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     whole = sum(counts.values(), Counter[str]())
     print(f"all modes, in {time.monotonic() - begun:.0f} s: {said(whole)}")
     summary = {"device": device.name, "platform": device.platform, "driver": device.driver_version, "python": sys.version}

@@ -12,12 +12,15 @@ from flashmem.base.errors import UserError
 ADAPTER = "adapter_config.json"
 """The settings of an adapter, as the library peft saves it."""
 
-_TO_GGUF = "convert it with llama.cpp (convert_hf_to_gguf.py FOLDER), or export it with optimum (optimum-cli export onnx)"
+_TO_SAFETENSORS = "save the model with transformers (save_pretrained), which writes safetensors"
 _TO_ONNX = "export the model to ONNX"
 
 _SUFFIXES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        ".safetensors": ("weights in safetensors, without the model's graph", f"for a language model, {_TO_GGUF}"),
+        ".safetensors": (
+            "weights in safetensors, without the model's settings",
+            "for a language model, name its folder, with config.json and tokenizer.json; or export the model to ONNX",
+        ),
         **dict.fromkeys((".bin", ".ckpt", ".pt", ".pth"), ("a file of PyTorch", f"{_TO_ONNX} (torch.onnx.export)")),
         **dict.fromkeys((".h5", ".keras", ".pb"), ("a model of TensorFlow", f"{_TO_ONNX} (tf2onnx)")),
         ".tflite": ("a model of LiteRT", f"{_TO_ONNX} (tf2onnx)"),
@@ -52,5 +55,10 @@ def _check_folder(path: Path) -> None:
             f"{path} is an adapter (LoRA) and no whole model; merge it into its model with peft (merge_and_unload), and "
             "export or convert the result"
         )
-    if any(path.glob("*.safetensors")) and not any(path.glob("**/*.onnx")):
-        raise UserError(f"{path} has its weights in safetensors, which flashmem does not read; {_TO_GGUF}")
+    if any(path.glob("pytorch_model*.bin")) and not any((*path.glob("*.safetensors"), *path.glob("**/*.onnx"))):
+        raise UserError(f"{path} has its weights in files of PyTorch, which flashmem does not read; {_TO_SAFETENSORS}")
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether a folder has weights in safetensors, and no ONNX file."""
+    return any(folder.glob("*.safetensors")) and not any(folder.glob("**/*.onnx"))

@@ -41,7 +41,7 @@ StatePrecision = Literal["fp32", "fp16", "int8"]
 """The stored type of states. "int8": caches of keys and values in 8 bits with a scale for each row; other states in half."""
 
 
-TableType = Literal["float32", "float16", "int8", "uint8", "int4", "uint4"]
+TableType = Literal["float32", "float16", "bfloat16", "int8", "uint8", "int4", "uint4"]
 """The element type of a host embedding table. Two 4-bit elements share a byte, low nibble first."""
 
 

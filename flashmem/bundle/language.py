@@ -252,7 +252,7 @@ RECOMMENDED: Mapping[str, str] = MappingProxyType(
 
 
 def is_language_folder(path: Path) -> bool:
-    """Whether `path` is a folder with a language model in ONNX."""
+    """Whether `path` is a folder with a language model, in ONNX or safetensors."""
     return any((path / name).is_file() for name in SETTINGS)
 
 

@@ -274,7 +274,7 @@ def _check_host_embeddings(program: Program) -> None:
         _require(np.dtype(port.dtype).kind in "iu", f"{name} is not indexed by integers")
         _require(min(lookup.rows, lookup.columns, lookup.panel) > 0, f"{name} is empty")
         _require(table_end(lookup) <= program.weights_bytes, f"{name} is outside the weight file")
-        made = lookup.dtype.replace("int4", "int8")
+        made = {"bfloat16": "float32"}.get(lookup.dtype, lookup.dtype.replace("int4", "int8"))
         same = tensor.dtype == made or {tensor.dtype, made} == {"float16", "float32"}
         size = ITEMSIZE[tensor.dtype] * math.prod(port.shape) * lookup.columns
         _require(same and size <= tensor.nbytes, f"{name} does not fit its tensor")

@@ -121,7 +121,7 @@ class HostEmbeddingLookup:
         """Bytes from the first element of a panel of rows to the end of its last one, the unit of a read."""
         if self.dtype.endswith("int4"):
             return -(-self.columns // 2)
-        itemsize = {"float32": 4, "float16": 2}.get(self.dtype, 1)
+        itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}.get(self.dtype, 1)
         return (self.columns - 1) * self.column_stride + self.panel * itemsize
 
 

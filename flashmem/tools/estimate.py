@@ -57,7 +57,7 @@ def estimate_generation(
     """
     compilation = read_compilation(model, request)
     if not compilation.is_language:
-        raise UserError(f"{model} has no tokenizer; an estimate is of a .gguf file, or a folder with a language model in ONNX")
+        raise UserError(f"{model} has no tokenizer; an estimate is of a .gguf file, or a folder of a language model")
     if compilation.request.batch > 1:
         raise UserError("an estimate is of one request at a time; leave out --batch")
     with TemporaryDirectory(prefix="flashmem-estimate-") as folder:

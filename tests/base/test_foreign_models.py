@@ -17,7 +17,7 @@ from flashmem.bundle.language import is_bundle
         (
             "m.safetensors",
             b"",
-            "is weights in safetensors, without the model's graph, which flashmem does not read",
+            "is weights in safetensors, without the model's settings, which flashmem does not read; for a language model, name",
         ),
         ("pytorch_model.bin", b"PK", "is a file of PyTorch, which flashmem does not read; export the model to ONNX"),
         ("m.tflite", b"", "is a model of LiteRT, which flashmem does not read; export the model to ONNX (tf2onnx)"),
@@ -35,8 +35,8 @@ def test_files(name: str, content: bytes, said: str, tmp_path: Path) -> None:
 
 def test_folders(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match=f"^{tmp_path} has its weights in safetensors, which flashmem does not read; con"):
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=f"^{tmp_path} has its weights in files of PyTorch, which flashmem does not read; sav"):
         flashmem.compile(tmp_path)
     (tmp_path / "config.json").rename(tmp_path / "adapter_config.json")
     assert not is_bundle(tmp_path)

@@ -24,8 +24,8 @@ import flashmem
 from examples import file_type, notes, romanise_name, similar_sentences, speech_or_not, text_direction
 from examples.trained import Run, Trained
 from flashmem.cli.demo.run import PAGE
-from flashmem.compiler.frontend.gguf.reader import converted
-from flashmem.compiler.frontend.gguf.weights import dequantised
+from flashmem.compiler.frontend.decoder.weights import dequantised
+from flashmem.compiler.frontend.decoder_files import converted
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.opencl.devices import descriptor_for
 from flashmem.runtime.opencl.discovery import list_devices

@@ -141,9 +141,9 @@ class SmallLlama:
                 found[f"blk.{layer}.{name}.weight"] = "F32", random.uniform(0.5, 1.5, self.hidden)
         return found
 
-    def write(self, path: Path) -> Path:
-        """Write the GGUF file."""
-        writer = gguf.GGUFWriter(path, "llama")
+    def write(self, path: Path, most_tensors: int = 0) -> Path:
+        """Write the GGUF file, or with `most_tensors` parts of so many beside it."""
+        writer = gguf.GGUFWriter(path, "llama", split_max_tensors=most_tensors)
         writer.add_block_count(self.layers)
         writer.add_context_length(self.context)
         writer.add_embedding_length(self.hidden)

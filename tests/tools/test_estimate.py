@@ -14,8 +14,8 @@ import flashmem
 from flashmem.base.errors import BudgetError, UserError
 from flashmem.compilation import read_compilation
 from flashmem.compile import compile_rehearsal
-from flashmem.compiler.frontend.gguf.reader import converted
-from flashmem.compiler.frontend.gguf.weights import sketched
+from flashmem.compiler.frontend.decoder.weights import sketched
+from flashmem.compiler.frontend.decoder_files import converted
 from flashmem.request.request import BundleRequest
 from flashmem.tools.estimate import estimate_generation
 from tests.support.command_line import command_line

@@ -21,7 +21,7 @@ def show_estimate(model: Path, compiling: BundleRequest, *, as_json: bool) -> No
         RunError: the device refuses.
     """
     if is_bundle(model):
-        raise UserError(f"{model} is compiled already; --estimate is for a .gguf file or a folder with a model in ONNX")
+        raise UserError(f"{model} is compiled already; --estimate is for a .gguf file or a folder of a language model")
     with offline_half("an estimate"):
         from flashmem.tools.estimate import estimate_generation
     with progress(f"planning {model.name}") as report:

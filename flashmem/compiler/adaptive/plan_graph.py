@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
+from flashmem.base.garbage import collecting_seldom
 from flashmem.compiler.adaptive.granularity import first_attempt
 from flashmem.compiler.adaptive.tiling import fitting_patches
 from flashmem.compiler.adaptive.unfusion import may_refine, refine
@@ -40,6 +41,7 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
     return plan_grouped(grouped, options, watch)
 
 
+@collecting_seldom()
 def plan_grouped(
     grouped: GroupedGraph,
     options: Options,
@@ -49,6 +51,7 @@ def plan_grouped(
     patches: bool = True,
     earlier: StoredWeights = NOTHING_STORED,
     least: Reserved = NOTHING_RESERVED,
+    draft: Generated | None = None,
 ) -> tuple[Generated, OverlapPlan]:
     """The program of a fused graph and its checked plan, without layouts.
 
@@ -58,7 +61,8 @@ def plan_grouped(
     `watch(step)` is entered for each "fuse", "generate" and "plan_and_check", however often they repeat, and for "patches".
     `final` is called with the program before planning if the plan cannot change it: without limits on memory, and without
     unfusion. `patches`: permit patch-based tiling. `earlier`: weights that a program for other shapes has placed. `least`:
-    memory that the program reserves at least.
+    memory that the program reserves at least. `draft`: what `Pipeline.drafted` made of the graph over the weights of the
+    programs before it, which then are `earlier`.
 
     Raises:
         UserError: the limits must change; a BudgetError names the smallest that work.
@@ -71,7 +75,8 @@ def plan_grouped(
         return replace(Pipeline.of(graph, options, earlier=earlier), watch=watch, least=least)
 
     try:
-        made = _best(replace(pipeline_of(grouped), final=told))
+        pipeline = replace(pipeline_of(grouped), final=told)
+        made = _best(pipeline if draft is None or limited else pipeline.begun_with(draft))
     except BudgetError as refused:
         if limits.budget is None or not patches:
             raise

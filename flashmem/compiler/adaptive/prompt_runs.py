@@ -7,14 +7,16 @@ rest of a prompt in shorter runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import sqrt
 
 from flashmem.bundle.language import CHECKED_TOKENS, IDS, LONG_RUNS, PROMPT_TOKENS
+from flashmem.compiler.adaptive.shape_variants import Variants
 from flashmem.compiler.options import Options
 from flashmem.compiler.stages.pipeline import GroupedGraph, Pipeline
-from flashmem.program.program import fixed_bytes
+from flashmem.planning.planner import planning_instance
+from flashmem.program.program import Program, fixed_bytes
 
 PROMPT = 512
 ANSWER = 128
@@ -22,6 +24,11 @@ ANSWER = 128
 
 WORTH_SECONDS = 0.1
 """The least time that it saves for the prompt: another variant takes time to compile."""
+
+WORTH = 0.1
+"""The least part of the prompt's time that it saves. Less is within the error of predicted launches, and to predict a run of
+more tokens takes an import and a lowering of the model for them.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,10 @@ class RunCost:
         return sqrt(max(self.compute, loaded / self.cached_rate) * max(self.compute, loaded / self.disk_rate))
 
 
-def cost_of(grouped: GroupedGraph, options: Options) -> RunCost:
-    """Predict a run of a graph, as compiled without a plan."""
+def cost_of(program: Program, options: Options) -> RunCost:
+    """Predict a run of a program without a plan."""
     limits = options.request
-    pipeline = Pipeline.of(grouped, options)
-    program = pipeline.generate().program
-    instance = pipeline.instance(program)
+    instance = planning_instance(program, options.descriptor, options.mode, limits)
     compute = sum(layer.seconds for layer in instance.layers)
     nbytes = sum(weight.nbytes for weight in instance.weights)
     return RunCost(compute, fixed_bytes(program), nbytes, instance.host_bandwidth, instance.load_bandwidth, limits.budget)
@@ -77,8 +82,9 @@ def longer_run(costs: dict[int, RunCost], longest: int, cost: Callable[[int], Ru
         return prompt(run, tokens) + ANSWER * one.seconds(run.fixed)
 
     def pays(run: RunCost, tokens: int, before: float) -> bool:
-        saved = prompt(known, PROMPT_TOKENS) - prompt(run, tokens)
-        return saved >= WORTH_SECONDS and total(run, tokens) < before
+        whole = prompt(known, PROMPT_TOKENS)
+        saved = whole - prompt(run, tokens)
+        return saved >= max(WORTH_SECONDS, WORTH * whole) and total(run, tokens) < before
 
     best = total(known, PROMPT_TOKENS)
     chosen = None
@@ -93,24 +99,26 @@ def longer_run(costs: dict[int, RunCost], longest: int, cost: Callable[[int], Ru
     return chosen
 
 
-def with_longer_run(
-    variants: Sequence[Options], graphs: Sequence[GroupedGraph], longest: int, read: Callable[[Options], GroupedGraph]
-) -> tuple[tuple[Options, ...], list[GroupedGraph]]:
-    """The variants of a language model for one request and their graphs, with one more if that is worth it.
+def with_longer_run(variants: Variants, longest: int, read: Callable[[Options], GroupedGraph]) -> Variants:
+    """The variants of a language model for one request, with one more if that is worth it.
 
     `longest`: tokens that the cache holds; `read`: reads the graph of a further variant. Raises as it does.
     """
-    tokens = [options.shapes[IDS][1] for options in variants]
+    first = variants.options[0]
     further: dict[int, tuple[Options, GroupedGraph]] = {}
 
     def cost(count: int) -> RunCost:
-        options = replace(variants[0], shapes={**variants[0].shapes, IDS: (1, count)})
-        further[count] = options, read(options)
-        return cost_of(further[count][1], options)
+        options = replace(first, shapes={**first.shapes, IDS: (1, count)})
+        graph = read(options)
+        further[count] = options, graph
+        return cost_of(Pipeline.of(graph, options).drafted().program, options)
 
-    costs = {count: cost_of(graph, options) for count, graph, options in zip(tokens, graphs, variants, strict=True)}
+    costs = {
+        options.shapes[IDS][1]: cost_of(variants.drafts[index].program, options)
+        for index, options in enumerate(variants.options)
+    }
     chosen = longer_run(costs, longest, cost)
     if chosen is None:
-        return tuple(variants), list(graphs)
+        return variants
     options, graph = further[chosen]
-    return (*variants, options), [*graphs, graph]
+    return Variants.grouped((*variants.options, options), (*variants.graphs, graph))

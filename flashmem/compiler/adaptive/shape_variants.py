@@ -5,6 +5,7 @@ A session changes between variants in the same memory, so each stores its weight
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,11 +27,15 @@ from flashmem.schedule.plan import OverlapPlan
 
 @dataclass(frozen=True)
 class Variants:
-    """The options and the graph of each variant, and what all of them reserve."""
+    """The options and the graph of each variant, and drafts of their programs.
+
+    `drafts`: the program of each variant before it is planned, by its number, in the order of planning; where variants share
+    states, and none otherwise.
+    """
 
     options: tuple[Options, ...]
     graphs: tuple[GroupedGraph, ...]
-    least: Reserved
+    drafts: Mapping[int, Generated]
 
     @classmethod
     def of(cls, options: Sequence[Options], graphs: Sequence[Graph]) -> Variants:
@@ -40,7 +45,15 @@ class Variants:
     @classmethod
     def grouped(cls, options: Sequence[Options], graphs: Sequence[GroupedGraph]) -> Variants:
         """The variants with these graphs, which are fused."""
-        return cls(tuple(options), tuple(graphs), _reserved(graphs, options))
+        return cls(tuple(options), tuple(graphs), _drafts(graphs, options))
+
+    @property
+    def least(self) -> Reserved:
+        """What all variants of a model with states reserve: the most of each. So a session alternates in the same memory."""
+        if not self.drafts:
+            return NOTHING_RESERVED
+        drafts = self.drafts.values()
+        return Reserved(max(made.program.arena_bytes for made in drafts), max(made.constants.nbytes for made in drafts))
 
     def first(self, count: int) -> Variants:
         """The first `count` variants."""
@@ -76,22 +89,21 @@ def read_graphs(variants: Sequence[Options], read: Callable[[Options], Graph]) -
                     f"variants, which share their states; give it one shape"
                 )
         seen.append(shapes)
+    if len(graphs) > 1:
+        gc.collect()  # models are cycles, and it may be long before the next collection (`base.garbage`)
     return graphs
 
 
-def _reserved(graphs: Sequence[GroupedGraph], variants: Sequence[Options]) -> Reserved:
-    """What all variants of a model with states reserve: the most of each. So a session alternates in the same memory."""
+def _drafts(graphs: Sequence[GroupedGraph], variants: Sequence[Options]) -> dict[int, Generated]:
+    """The drafts of variants that share states, each over the weights of those before it."""
+    drafts: dict[int, Generated] = {}
     if len(graphs) == 1 or not graphs[0].graph.states:
-        return NOTHING_RESERVED
+        return drafts
     earlier = NOTHING_STORED
-    arenas = list[int]()
-    constants = list[int]()
     for index in _largest_first(graphs):
-        made = Pipeline.of(graphs[index], variants[index], earlier=earlier).generate()
-        arenas.append(made.program.arena_bytes)
-        constants.append(made.constants.nbytes)
-        earlier = stored_by(made, earlier)
-    return Reserved(max(arenas), max(constants))
+        drafts[index] = Pipeline.of(graphs[index], variants[index], earlier=earlier).drafted()
+        earlier = stored_by(drafts[index], earlier)
+    return drafts
 
 
 def _largest_first(graphs: Sequence[GroupedGraph]) -> list[int]:
@@ -113,7 +125,9 @@ def plan_variants(
     """
     graphs = read.graphs
     variants = read.options
+    least = read.least
     earlier = NOTHING_STORED
+    drafts = dict(read.drafts)
     options = variants[0]
     made: dict[int, CompiledVariant] = {}
     for index in _largest_first(graphs):
@@ -121,7 +135,12 @@ def plan_variants(
         try:
             with adding(before=_among(variants, index)):
                 generated, plan = plan_grouped(
-                    graphs[index], variants[index], final=lambda each: begin(each, None), earlier=earlier, least=read.least
+                    graphs[index],
+                    variants[index],
+                    final=lambda each: begin(each, None),
+                    earlier=earlier,
+                    least=least,
+                    draft=drafts.get(index),
                 )
         except BudgetError as refused:
             others = [each for each in range(len(graphs)) if each not in (*made, index)]
@@ -130,7 +149,9 @@ def plan_variants(
         generated = STEADY(generated)
         begin(generated, plan)
         made[index] = LAY_OUT(CompiledVariant(generated, plan, elsewhere), options)
-        if len(graphs) > 1:
+        if index in drafts and generated.placements is not drafts[index].placements:
+            drafts.clear()  # later ones are over other weights
+        if len(graphs) > 1 and not drafts:
             earlier = stored_by(generated, earlier)
     return _keeping_the_same(made, options) if len(graphs) > 1 else made
 

@@ -8,6 +8,9 @@ from typing import Final
 
 from flashmem.base.types import MemoryPath
 
+FLOATS = ("float32", "float16", "bfloat16")
+"""Types of packed weights that are floats."""
+
 TF32: Final = "tf32"
 """The storage of a workload whose weights are float32, and whose operands may be rounded to TF32 when they are multiplied."""
 

@@ -69,6 +69,15 @@ class Generated:
     placed: PlacedGraph = field(repr=False)
     lowering: Lowering = field(repr=False)
 
+    def reserving(self, least: Reserved) -> Generated:
+        """The same program in at least that memory."""
+        program = replace(
+            self.program,
+            arena_bytes=max(self.program.arena_bytes, least.arena_bytes),
+            constants_bytes=max(self.program.constants_bytes, least.constants_bytes),
+        )
+        return replace(self, program=program, lowering=replace(self.lowering, least=least))
+
     def write(self, sink: WeightSink, on_piece: OnPiece = lambda name, nbytes: None) -> None:
         """Write the weight file of this program alone: see `PackingList.write`."""
         write_weights([self], sink, on_piece)

@@ -7,13 +7,16 @@ matmul's panels, a whole panel each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
+from flashmem.compiler.configs.workload import FLOATS
+from flashmem.compiler.ir.blocks.constant import BlockConstant
+from flashmem.compiler.ir.blocks.floats import FloatFormat
 from flashmem.compiler.ir.graph import NibbleConstant, Node, Value, pack_nibbles
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.weights.packing import Packing
@@ -49,7 +52,7 @@ def _in_panels(context: LoweringContext, table: Value, indices: str, tensor: str
             pitch = packing.row_bytes
             return HostEmbeddingLookup(
                 indices, tensor, places[0].offset, rows, columns, pitch * columns, pitch,
-                "float16" if packing.storage == "float16" else "float32", packing.panel,
+                packing.storage, packing.panel,  # type: ignore[arg-type]  # floats, by `_holds`
             )  # fmt: skip
     return None
 
@@ -58,7 +61,7 @@ def _holds(packing: Packing, table: Value) -> bool:
     """Whether packed panels are small, and have each row of the table as a column."""
     rows, columns = table.shape
     whole = packing.depth == columns and packing.group_columns == rows
-    return whole and packing.storage in ("float32", "float16") and packing.row_bytes * columns <= MOST_PANEL_BYTES
+    return whole and packing.storage in FLOATS and packing.row_bytes * columns <= MOST_PANEL_BYTES
 
 
 def _in_rows(context: LoweringContext, table: Value, indices: str, tensor: str) -> HostEmbeddingLookup:
@@ -67,7 +70,9 @@ def _in_rows(context: LoweringContext, table: Value, indices: str, tensor: str) 
     assert table.constant is not None
     read = table.constant.array
     kind = _kind(context, table)
-    dtype = np.dtype(kind.replace("int4", "int8"))
+    if kind == "bfloat16":
+        read = _elements(table)
+    dtype = np.dtype({"bfloat16": "uint16"}.get(kind, kind.replace("int4", "int8")))
     row_bytes = -(-columns // 2) if kind.endswith("int4") else columns * dtype.itemsize
     page = context.weights.page_bytes  # pieces start on pages, and no row may be split between pieces
     step = max(ROWS_AT_ONCE, page // math.gcd(page, row_bytes))
@@ -87,10 +92,19 @@ def _in_rows(context: LoweringContext, table: Value, indices: str, tensor: str) 
     return HostEmbeddingLookup(indices, tensor, offset, rows, columns, row_bytes, stride, kind)
 
 
+def _elements(table: Value) -> Callable[[], NDArray[Any]]:
+    """The numbers of a table as they are in their file."""
+    constant = table.constant
+    assert isinstance(constant, BlockConstant) and isinstance(constant.format, FloatFormat)
+    kind = constant.format
+    return lambda: kind.elements(constant.data.array())
+
+
 def _kind(context: LoweringContext, table: Value) -> TableType:
     """The element type of a table in the weight file."""
     if table.dtype == "float32":
-        return "float16" if context.half else "float32"
+        kind = table.constant.format if isinstance(table.constant, BlockConstant) else None
+        return "float16" if context.half else kind.storage if isinstance(kind, FloatFormat) else "float32"
     unsigned = table.dtype == "uint8"
     if isinstance(table.constant, NibbleConstant):
         return "uint4" if unsigned else "int4"

@@ -31,7 +31,7 @@ WORTH = 0.02
 MOST_PADDING = 2
 """The most bytes of packed weights of a grouped convolution, as a multiple of their elements."""
 
-_ITEMSIZE = {"float32": 4.0, TF32: 4.0, "float16": 2.0, "int4": 0.5, "uint4": 0.5}
+_ITEMSIZE = {"float32": 4.0, TF32: 4.0, "float16": 2.0, "bfloat16": 2.0, "int4": 0.5, "uint4": 0.5}
 
 
 @dataclass(frozen=True)

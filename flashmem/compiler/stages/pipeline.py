@@ -18,7 +18,7 @@ from flashmem.compiler.selection.selector import KernelSelector
 from flashmem.compiler.stages.planned import Attempt
 from flashmem.compiler.stages.stages import FUSE, JOIN, LOWER, ORDER, PLACE, PLAN
 from flashmem.compiler.weights.sharing import NOTHING_STORED, StoredWeights
-from flashmem.compiler.weights.slicing import DEFAULT, Slicing
+from flashmem.compiler.weights.slicing import DEFAULT, WHOLE, Slicing
 from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.planner import completed, planning_instance
 from flashmem.program.program import Program
@@ -95,6 +95,7 @@ class Pipeline:
         final: called with each program before it is planned.
         earlier: weights that a program for other shapes has placed.
         least: memory that programs reserve at least.
+        draft: a program of `grouped` without cuts, which was made before with this selector.
         soonest: the earliest first answer with slices of any size, in seconds; None if others were not compared.
     """
 
@@ -106,6 +107,7 @@ class Pipeline:
     final: Callable[[Generated], None] = lambda generated: None
     earlier: StoredWeights = NOTHING_STORED
     least: Reserved = NOTHING_RESERVED
+    draft: Generated | None = None
     soonest: float | None = None
 
     @classmethod
@@ -116,6 +118,14 @@ class Pipeline:
         refused = frozenset(options.refused)
         selector = KernelSelector(options.descriptor, limits.optimize, limited=limited, refused=refused)
         return cls(grouped, options, selector, earlier=earlier)
+
+    def drafted(self) -> Generated:
+        """The program with which a search of slices begins where no memory is limited; that of default slices elsewhere."""
+        return (replace(self, slicing=WHOLE) if not self.selector.limited else self).generate()
+
+    def begun_with(self, draft: Generated) -> Pipeline:
+        """The same with the selector of `draft`, which is its first program."""
+        return replace(self, selector=draft.lowering.selector, earlier=draft.lowering.earlier, draft=draft)
 
     def attempt(self, cuts: Cuts = frozenset(), generated: Generated | None = None) -> Attempt:
         """The program with `cuts` (or `generated`, which was made with them), and its plan.
@@ -133,9 +143,16 @@ class Pipeline:
         with self.watch("generate"):
             slicing = replace(self.slicing, later=self.options.request.optimize == "steady")
             lowering = Lowering(self.options.descriptor, self.selector, slicing, self.earlier, self.least)
-            made = LOWER(placed, lowering)
+            made = self._drafted(placed, lowering) or LOWER(placed, lowering)
         self.final(made)
         return made
+
+    def _drafted(self, placed: PlacedGraph, lowering: Lowering) -> Generated | None:
+        """The draft, if it is what `lowering` makes of `placed` but for the memory that is reserved."""
+        if self.draft is None or self.draft.placed is not placed:
+            return None
+        same = replace(lowering, least=self.draft.lowering.least) == self.draft.lowering
+        return self.draft.reserving(self.least) if same else None
 
     def instance(self, program: Program) -> Instance:
         """The planning instance of `program`."""

@@ -31,7 +31,7 @@ Columns = Callable[[int, int], NDArray[Any]]
 """(first, end) -> that range of output columns as [depth, end - first]."""
 
 
-Storage = Literal["float32", "float16", "int8", "uint8", "int16", "uint16", "int4", "uint4"]
+Storage = Literal["float32", "float16", "bfloat16", "int8", "uint8", "int16", "uint16", "int4", "uint4"]
 """The type of a packed element. Two of 4 bits share a byte."""
 
 
@@ -151,8 +151,8 @@ class Packing:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The type of elements before packing; of 4-bit elements, int8 or uint8."""
-        return np.dtype("uint8" if self.storage == "uint4" else "int8" if self.storage == "int4" else self.storage)
+        """The type of elements before packing; of 4-bit elements, int8 or uint8, and of bfloat16 their bits."""
+        return np.dtype({"uint4": "uint8", "int4": "int8", "bfloat16": "uint16"}.get(self.storage, self.storage))
 
     @property
     def channel(self) -> Channel:

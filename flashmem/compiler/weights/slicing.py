@@ -61,6 +61,9 @@ class Slicing:
 DEFAULT = Slicing()
 """Slices of up to `LEAST_BYTES`: the smallest whose launches and reads cost little."""
 
+WHOLE = Slicing(most=None)
+"""Slices of any size: the largest that make launches faster."""
+
 
 def finer(weights_bytes: int) -> list[Slicing]:
     """Slices of less than `LEAST_BYTES`, from coarse to fine, of a model with `weights_bytes` of weights; possibly none."""

@@ -156,7 +156,8 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
     if outside.size:
         raise ValueError(f"input {gather.indices!r} holds index {outside[0]}; its table has {gather.rows} rows")
     nibbles = gather.dtype.endswith("int4")
-    dtype = np.dtype(gather.dtype.replace("int4", "int8"))
+    is_upper = gather.dtype == "bfloat16"  # the upper halves of floats
+    dtype = np.dtype("uint16" if is_upper else gather.dtype.replace("int4", "int8"))
     result = np.empty((wrapped.size, gather.columns), np.dtype(stored))
     span = gather.panel_bytes
     panels, at, group = np.unique(wrapped // gather.panel, return_index=True, return_inverse=True)
@@ -181,7 +182,8 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
         file.read_each(list(raw[: len(several)]), several)
         here = order[starts[first] : starts[first + len(several)]]
         which = group[here] - first
-        result[here] = _unpacked(raw, gather)[which] if nibbles else rows[which, wrapped[here] % gather.panel]
+        found = _unpacked(raw, gather)[which] if nibbles else rows[which, wrapped[here] % gather.panel]
+        result[here] = (found.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_upper else found
     return result.reshape(*indices.shape, gather.columns)
 
 

@@ -18,10 +18,11 @@ import pytest
 
 import flashmem
 from flashmem.base.errors import UserError
-from flashmem.compiler.frontend.gguf.decoder import write_decoder
-from flashmem.compiler.frontend.gguf.kinds import decoder_of
-from flashmem.compiler.frontend.gguf.reader import GGUFFile, converted
-from flashmem.compiler.frontend.gguf.weights import dequantised
+from flashmem.compiler.frontend.decoder.graph import write_decoder
+from flashmem.compiler.frontend.decoder.kinds import decoder_of
+from flashmem.compiler.frontend.decoder.weights import dequantised
+from flashmem.compiler.frontend.decoder_files import converted
+from flashmem.compiler.frontend.gguf.reader import GGUFFile
 from tests.support.command_line import command_line
 from tests.support.compared import PLACES
 from tests.support.gguf_kinds import KINDS, SHOWN, TOKENS, VARIANTS

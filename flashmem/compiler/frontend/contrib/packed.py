@@ -6,13 +6,14 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from flashmem.compiler.ir.blocks.floats import FloatFormat
 from flashmem.compiler.ir.blocks.format import BlockFormat
 
 
 class BlocksTensor(ir.LazyTensor):
     """A matrix of float32 in ggml's blocks: `source` is uint8 [rows, bytes of a row], perhaps in a file."""
 
-    def __init__(self, source: ir.TensorProtocol, format: BlockFormat) -> None:
+    def __init__(self, source: ir.TensorProtocol, format: BlockFormat | FloatFormat) -> None:
         self.source = source
         self.format = format
         rows, nbytes = source.shape.numpy()

@@ -16,7 +16,7 @@ from flashmem.compiler.frontend.contrib.attention import project_and_attend, pro
 from flashmem.compiler.frontend.contrib.expansion import Expand, Expansion, RefusedError
 from flashmem.compiler.frontend.contrib.normalization import word_count
 from flashmem.compiler.frontend.contrib.packed import BlocksTensor, packed_zero_points, quantised_matrix, reinterpreted
-from flashmem.compiler.ir.blocks import FORMATS
+from flashmem.compiler.ir.blocks import STORED
 
 _POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
 _WINDOW = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
@@ -278,15 +278,15 @@ def _gather_blocks(e: Expansion) -> list[ir.Value]:
 
 
 def ggml_blocks(e: Expansion) -> list[ir.Value]:
-    """A weight of a GGUF file: rows of blocks of a `kind`, uint8 [rows, bytes of a row]."""
+    """A weight of a GGUF file: rows of blocks of a `kind`, or of floats of 16 bits, uint8 [rows, bytes of a row]."""
     data = e.input(0).const_value
     kind = e.text("kind", "")
-    if data is None or kind not in FORMATS:
+    if data is None or kind not in STORED:
         raise RefusedError(f"of the kind {kind!r}, or with blocks computed at run time")
     _, nbytes = e.ranked(0, 2)
-    if nbytes % FORMATS[kind].nbytes:
+    if nbytes % STORED[kind].nbytes:
         raise RefusedError(f"of the kind {kind} with {nbytes} bytes in a row")
-    return [e.tensor(BlocksTensor(data, FORMATS[kind]))]
+    return [e.tensor(BlocksTensor(data, STORED[kind]))]
 
 
 def blocks_dequantised(e: Expansion) -> list[ir.Value]:

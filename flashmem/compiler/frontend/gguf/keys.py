@@ -23,6 +23,7 @@ _OTHER_TOKENIZER = "is of the other kind of tokenizer"
 _NEVER_WRITTEN = "names a token that an answer neither needs nor ends with"
 _ON_REQUEST = "is for another use than a conversation"
 _SAMPLING = "recommends a way to choose tokens that flashmem does not have; the probabilities are the same"
+_PARTS_READ = "is of a part of a model; all parts are read"
 _CONTAINER = "is used by the package gguf, which reads the file"
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
@@ -31,8 +32,7 @@ HARMLESS: Mapping[str, str] = MappingProxyType(
         "general.alignment": _CONTAINER,
         "general.sampling.*": _SAMPLING,
         "general.*": _DESCRIPTION,
-        "split.no": _DESCRIPTION,
-        "split.tensors.count": _DESCRIPTION,
+        "split.*": _PARTS_READ,
         "{arch}.vocab_size": _SHAPE,
         "{arch}.feed_forward_length": _SHAPE,
         "{arch}.tensor_data_layout": _DESCRIPTION,
@@ -71,7 +71,6 @@ NEUTRAL: Mapping[str, Collection[Any]] = MappingProxyType(
     {
         "general.quantization_version": (2,),
         "general.type": ("model",),
-        "split.count": (0, 1),
         "{arch}.attention.causal": (True,),
         "{arch}.attention.clamp_kqv": (0,),
         "{arch}.attention.max_alibi_bias": (0,),

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 from flashmem.base.errors import UserError
-from flashmem.compiler.frontend.gguf.kinds import Fields
 
 
-def check_is_model(file: Fields) -> None:
-    """Raise UserError if `file` is an adapter, a projector, a part of a model, or another file beside one."""
-    kind = str(file.field("general.type", "adapter" if file.field("adapter.type", "") else "model"))
-    if kind in _KINDS or file.field("general.architecture", "") == "clip":
-        raise UserError(f"{file.path} is {_KINDS.get(kind, _KINDS['mmproj'])}")
+def check_is_model(path: Path, field: Callable[[str, Any], Any], *, has_weights: bool) -> None:
+    """Raise UserError if the file with these fields is an adapter, a projector, or another file beside one."""
+    kind = str(field("general.type", "adapter" if field("adapter.type", "") else "model"))
+    if kind in _KINDS or field("general.architecture", "") == "clip":
+        raise UserError(f"{path} is {_KINDS.get(kind, _KINDS['mmproj'])}")
     if kind != "model":
-        raise UserError(f"{file.path} is of the type {kind!r} and no model; give the file of a model")
-    if (count := int(file.field("split.count", 0))) > 1:
-        raise UserError(
-            f"{file.path} is part {int(file.field('split.no', 0)) + 1} of the {count} parts of a model; join them with "
-            "llama.cpp (llama-gguf-split --merge FIRST-PART WHOLE.gguf), and give the whole file"
-        )
-    if not file.tensors:
-        raise UserError(f"{file.path} has no weights, as a file of a vocabulary alone; give the file of the whole model")
+        raise UserError(f"{path} is of the type {kind!r} and no model; give the file of a model")
+    if not has_weights:
+        raise UserError(f"{path} has no weights, as a file of a vocabulary alone; give the file of the whole model")
 
 
 _KINDS = {

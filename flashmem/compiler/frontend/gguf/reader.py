@@ -1,17 +1,8 @@
-"""A GGUF file as an ONNX model with states, and what a generator needs besides: tokenizer and chat template.
-
-Fields and tensors are read by the package `gguf`, which maps the file. ggml's documentation of GGUF describes both.
-"""
+"""A GGUF file as a `DecoderFile`. ggml's documentation of GGUF describes its fields and tensors."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import mmap
-import shutil
-import struct
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,135 +10,58 @@ import numpy as np
 
 from flashmem.base.errors import UserError
 from flashmem.base.extras import need
-from flashmem.base.units import format_size
 from flashmem.bundle.language import CONTROL, PATTERNS, RECOMMENDED
-from flashmem.bundle.working_folder import working_folder
-from flashmem.compiler.frontend.gguf.decoder import write_decoder
+from flashmem.compiler.frontend.decoder.file import DecoderFile
+from flashmem.compiler.frontend.decoder.weights import FileTensor
 from flashmem.compiler.frontend.gguf.keys import check_keys
-from flashmem.compiler.frontend.gguf.kinds import decoder_of
 from flashmem.compiler.frontend.gguf.other_files import check_is_model
-from flashmem.compiler.frontend.gguf.placed_data import Read
-from flashmem.compiler.frontend.gguf.weights import matrix, sketched
+from flashmem.compiler.frontend.gguf.part import no_file
+from flashmem.compiler.frontend.gguf.parts import read_parts
 from flashmem.compiler.frontend.language.chat import chat_fields
-from flashmem.compiler.frontend.language.model import END_TOKENS, LanguageModel, cache_length
+from flashmem.compiler.frontend.language.model import END_TOKENS
 
 _BEGINNING = ("llama-bpe",)
 """Patterns with which a text begins with a token unless the file says otherwise. Files of Llama 3 from before llama.cpp wrote
 the field `add_bos_token` lack it, and llama.cpp reads them so."""
 _ENDS = ("eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """Tokens that end an answer besides that of the end of a text."""
-_LENGTH = struct.Struct("<Q")
-_LENGTH_BYTES = 8  # before each text or array
-_KEY_BYTES = 1 << 12  # of the data of a tensor, at its beginning, middle and end
-_MOST_ELEMENTS = 1 << 23
-"""The most elements of all arrays among the fields. The package makes an object of each. Large vocabularies have a million."""
 
 
-@contextmanager
-def converted(
-    path: Path, max_length: int | None, read: Read = matrix, batch: int = 1, *, beside: Path | None = None
-) -> Iterator[LanguageModel]:
-    """The model in the GGUF file `path`, as long as the body runs. `max_length`: tokens that the cache holds, in each row
-    of the `batch`.
-
-    `read` makes weights of tensors; `weights.dequantised` makes floats of all, for other runtimes. The model is in a folder
-    beside the bundle `beside`, or a temporary one.
-
-    Raises:
-        UserError: the package `gguf` is missing; the file is damaged, of an unknown kind, or has parts that are not supported;
-            it has no room for `max_length`; or the disk has none for the model.
-    """
-    need("a GGUF file", "gguf")
-    with working_folder(beside, "flashmem-gguf-") as folder:
-        target = folder / f"{path.stem}.onnx"
-        try:
-            file = GGUFFile(path)
-            if read is sketched:
-                file.read_little()
-            language = _convert(file, target, max_length, read, batch)
-        except (UserError, OSError):
-            raise
-        except Exception as error:  # for a damaged file, the package and numpy raise any kind of error
-            raise UserError(f"{path} is no GGUF file, or a part of one ({' '.join(str(error).split())})") from error
-        yield LanguageModel(target, language, key=file.key())
-
-
-def _convert(file: GGUFFile, target: Path, max_length: int | None, read: Read, batch: int) -> bytes:
-    """Write the decoder, and return the JSON of the language."""
-    check_is_model(file)
-    language = file.language()
-    length = cache_length(max_length, int(file.field(f"{file.field('general.architecture')}.context_length")), file.path)
-    decoder = decoder_of(file)
-    file.check_keys()
-    write_decoder(target, decoder, file, length, read, batch)
-    return json.dumps({**language, "max_length": length}).encode()
-
-
-class GGUFFile:
-    """The fields and tensors of a GGUF file. Every method raises UserError for what is missing or unknown."""
+class GGUFFile(DecoderFile):
+    """The fields and tensors of a GGUF file, or of its parts."""
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFEndian, GGUFReader, GGUFValueType
-
-        class Reader(GGUFReader):
-            """Reads through a plain array: a `numpy.memmap` takes twice as long for each of 150,000 fields.
-
-            It refuses arrays with more elements than the rest of the file can hold: the package would read empty ones for ever.
-            """
-
-            elements = 0
-
-            @property
-            def data(self) -> Any:
-                return self._data
-
-            @data.setter
-            def data(self, mapped: Any) -> None:
-                self._data = np.asarray(mapped)
-                self.mapping = mapped.base
-
-            def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-                if raw_type == GGUFValueType.ARRAY:
-                    kind, count = (int(self._get(orig_offs + at, whole)[0]) for at, whole in ((0, np.uint32), (4, np.uint64)))
-                    scalars: Any = self.gguf_scalar_to_np
-                    least = np.dtype(scalars[kind]).itemsize if kind in scalars else _LENGTH_BYTES  # of an element
-                    self.elements += count
-                    if count * least > len(self.data) - orig_offs or self.elements > _MOST_ELEMENTS:
-                        raise ValueError(f"it has an array of {count} elements")
-                    if self.byte_order == "I" and (kind in scalars or kind == GGUFValueType.STRING):
-                        return self._array(orig_offs, kind, count)
-                return super()._get_field_parts(orig_offs, raw_type)
-
-            def _array(self, orig_offs: int, kind: int, count: int) -> Any:
-                """The parts of an array of numbers or texts; the package makes arrays of each element and its length."""
-                offset = orig_offs + 12
-                types = [GGUFValueType.ARRAY, GGUFValueType(kind)][: 1 + (count > 0)]
-                head = [self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)]
-                if kind != GGUFValueType.STRING:
-                    numbers = self._get(offset, self.gguf_scalar_to_np[GGUFValueType(kind)], count)
-                    return 12 + numbers.nbytes, [*head, numbers], [2] if count else [], types
-                texts = []
-                for _ in range(count):
-                    (length,) = _LENGTH.unpack_from(self.data, offset)
-                    offset += _LENGTH_BYTES + length
-                    if offset > len(self.data):
-                        raise ValueError(f"it has a text of {length} bytes")
-                    texts.append(self.data[offset - length : offset])
-                return offset - orig_offs, [*head, *texts], [*range(2, 2 + count)], types
-
-        reader: Any = Reader(path)
-        if reader.endianess != GGUFEndian.LITTLE:
-            raise UserError(f"{path} is for big-endian computers; convert it with gguf-py's gguf_convert_endian.py")
+        need("a GGUF file", "gguf")
         self.path = path
-        self.fields = reader.fields
-        self._mapping = reader.mapping
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.parts = read_parts(path)
+        self.files = tuple(part.path for part in self.parts)
+        self.fields: Mapping[str, Any] = self.parts[0].fields
         self.read: set[str] = set()  # names of fields
+        try:
+            self.tensors = {tensor.name: _stored(tensor) for part in self.parts for tensor in part.tensors}
+        except ValueError as error:
+            raise self.damage(error) from error
+        if len(self.tensors) < sum(len(part.tensors) for part in self.parts):
+            raise UserError(f"{path} has two tensors of one name; download or convert it again")
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """The architecture."""
+        return str(self.field("general.architecture"))
+
+    @property
+    def interleaved(self) -> bool:  # type: ignore[override]
+        """Whether neighbouring elements rotate: the converter of llama.cpp brings them together for this kind."""
+        return self.kind == "llama"
 
     def read_little(self) -> None:
-        """Read only the pages that are used from now on, and not those behind them, where the system can be asked for that."""
-        if hasattr(mmap, "MADV_RANDOM"):
-            self._mapping.madvise(mmap.MADV_RANDOM)
+        """See `DecoderFile`."""
+        for part in self.parts:
+            part.read_little()
+
+    def damage(self, error: Exception) -> UserError:
+        """See `DecoderFile`."""
+        return no_file(self.path, error)
 
     def field(self, name: str, default: Any = None) -> Any:
         """The value of a field."""
@@ -158,49 +72,18 @@ class GGUFFile:
             raise UserError(f"{self.path} lacks the field {name}; download or convert it again")
         return default
 
-    def has(self, name: str) -> bool:
-        """Whether the file has a tensor."""
-        return name in self.tensors
+    def value(self, name: str, default: Any = None) -> Any:
+        """See `DecoderFile`."""
+        return self.field(f"{self.kind}.{name}", default)
 
-    def tensor(self, name: str) -> Any:
-        """A tensor of `gguf.GGUFReader`."""
-        if name not in self.tensors:
-            raise UserError(f"{self.path} lacks the tensor {name}; download or convert it again")
-        return self.tensors[name]
+    def check_is_model(self) -> None:
+        """See `DecoderFile`."""
+        check_is_model(self.path, self.field, has_weights=bool(self.tensors))
 
-    def check_keys(self) -> None:
-        """Raise UserError for a field that was not read and may change the answers."""
+    def check_settings(self) -> None:
+        """See `DecoderFile`."""
         unread = [name for name in self.fields if name not in self.read]
-        check_keys(unread, lambda name: self.fields[name].contents(), str(self.field("general.architecture")), self.path)
-
-    def check_tensors(self, used: Collection[str]) -> None:
-        """Raise UserError for a tensor that is not `used`."""
-        unused = [name for name in self.tensors if name not in used]
-        if unused:
-            raise UserError(
-                f"{self.path} has the tensor {unused[0]}, which has no part in a model of the kind "
-                f"{self.field('general.architecture')} as this version knows it, so the answers would be wrong without it; use "
-                "another model"
-            )
-
-    def check_room(self, folder: Path, nbytes: int) -> None:
-        """Raise UserError if the disk of `folder` has no room for `nbytes` bytes and, beside them, a bundle of this file."""
-        needed = nbytes + sum(int(tensor.n_bytes) for tensor in self.tensors.values())
-        if (free := shutil.disk_usage(folder).free) < needed:
-            raise UserError(
-                f"compiling {self.path} needs {format_size(needed)} in {folder.parent}, where {format_size(free)} are free; "
-                "free some space, or name an output on another disk"
-            )
-
-    def key(self) -> str:
-        """A hash of the tensors: their names, shapes and formats, and a part of the data of each."""
-        found = hashlib.sha256()
-        for tensor in self.tensors.values():
-            found.update(repr((tensor.name, tensor.tensor_type.name, [int(size) for size in tensor.shape])).encode())
-            data = tensor.data.reshape(-1).view(np.uint8)
-            for at in (0, len(data) // 2, max(0, len(data) - _KEY_BYTES)):
-                found.update(data[at : at + _KEY_BYTES].tobytes())
-        return found.hexdigest()
+        check_keys(unread, lambda name: self.fields[name].contents(), self.kind, self.path)
 
     def sampling(self) -> dict[str, float]:
         """How the model's makers recommend to choose tokens."""
@@ -209,7 +92,7 @@ class GGUFFile:
         return {name: int(value) if name == "top_k" else round(float(value), 6) for name, value in found.items()}
 
     def language(self) -> dict[str, Any]:
-        """The tokenizer, the tokens that begin and end a text, and the chat template in pieces (`flashmem.bundle.language`)."""
+        """See `DecoderFile`."""
         kind = self.field("tokenizer.ggml.model")
         pattern = self.field("tokenizer.ggml.pre", "gpt-2")
         pieces = kind == "llama"
@@ -248,3 +131,9 @@ class GGUFFile:
             "sampling": self.sampling(),
             **chat_fields(template, marks),
         }
+
+
+def _stored(tensor: Any) -> FileTensor:
+    """A tensor of the package's reader, which has the shape in ggml's order."""
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    return FileTensor(tensor.name, tensor.tensor_type.name, shape, tensor.data.reshape(shape[0], -1).view(np.uint8))

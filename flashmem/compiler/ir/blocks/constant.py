@@ -1,4 +1,4 @@
-"""A matrix of weights in ggml's blocks, which stays as it is in its file until it is packed."""
+"""A matrix of weights in ggml's blocks, or in floats of 16 bits, which stays as it is in its file until it is packed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashmem.compiler.ir.blocks.floats import FloatFormat
 from flashmem.compiler.ir.blocks.format import BlockFormat
 from flashmem.compiler.ir.graph import Constant
 from flashmem.compiler.ir.quantised import part_of
@@ -19,7 +20,7 @@ class BlockConstant:
     """A matrix [rows, depth] of float32 in blocks along its rows: `data` is uint8 [rows, bytes of a row]."""
 
     data: Constant
-    format: BlockFormat
+    format: BlockFormat | FloatFormat
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from flashmem.compiler.configs.config import (
     KernelConfig,
 )
 from flashmem.compiler.configs.kinds import register, register_plain
-from flashmem.compiler.configs.workload import Workload
+from flashmem.compiler.configs.workload import FLOATS, Workload
 from flashmem.target.descriptor import DeviceDescriptor, Feature
 
 CONTRACTIONS = ("matmul", "conv", "matmul_dynamic")
@@ -483,7 +483,7 @@ def reads_neighbours(workload: Workload) -> bool:
     """
     if workload.family == "matmul_dynamic":
         return True
-    floats = workload.storage in ("float32", "float16")
+    floats = workload.storage in FLOATS
     return workload.family in CONTRACTIONS and workload.batches == 1 and (floats or workload.rows > 1)
 
 

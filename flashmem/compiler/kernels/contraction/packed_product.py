@@ -161,7 +161,7 @@ def _choose(context: LoweringContext, product: PackedProduct) -> _Choice:
     node = product.node
     run = product.run
     binding = read_weights(context, node)
-    path: MemoryPath = "buffer" if binding.format else context.memory_path
+    path: MemoryPath = "buffer" if _in_buffers(binding) else context.memory_path
     workload = Workload(
         product.family, path, product.rows, product.depth, product.columns // product.groups, product.groups,
         _storage(context, product, binding), taps=product.depth // run, stride=max(node.attributes.get("strides", (1,))),
@@ -187,6 +187,11 @@ def _choose(context: LoweringContext, product: PackedProduct) -> _Choice:
     return _Choice(workload, binding, dots, config, panel, operands, loop, reached)
 
 
+def _in_buffers(binding: WeightBinding) -> bool:
+    """Whether weights are in buffers on the texture path too: no image has channels of their type."""
+    return binding.format is not None or binding.storage == "bfloat16"
+
+
 def _needs_plain(product: PackedProduct, binding: WeightBinding) -> bool:
     """Whether only the plain config computes the product, if none is for its quantised weights."""
     return binding.codes is None or binding.zero is not None or binding.scale is not None or not product.stageable
@@ -210,7 +215,7 @@ def _pack(context: LoweringContext, product: PackedProduct, choice: _Choice) -> 
     by_block = binding.by_block
     path = context.memory_path
     in_heads = product.family == "matmul" and path == "buffer" and bool(by_block) and choice.operands.element in _BYTES
-    in_buffers = choice.dots is not None or binding.format is not None
+    in_buffers = choice.dots is not None or _in_buffers(binding)
     packing = Packing(
         depth, product.columns // product.groups, product.groups, panel, binding.storage, "buffer" if in_buffers else path,
         _fold_unit(product, choice), context.descriptor, phases_of(product.node), block=binding.block,

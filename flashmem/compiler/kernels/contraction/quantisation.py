@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import DType
 from flashmem.compiler.ir.blocks.constant import BlockConstant
+from flashmem.compiler.ir.blocks.floats import FloatFormat
 from flashmem.compiler.ir.blocks.format import BlockFormat
 from flashmem.compiler.ir.broadcast import place
 from flashmem.compiler.ir.builder import constant
@@ -106,7 +107,11 @@ def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -
     zero, scale, activation = read_activation(context, node)
     quantized = weight.constant
     if isinstance(quantized, BlockConstant) and blocks and node.op == "MatMul" and node.attributes["transposed"]:
-        return _in_blocks(quantized, activation, zero, scale)
+        kind = quantized.format
+        if not isinstance(kind, FloatFormat):
+            return _in_blocks(quantized.data, kind, activation, zero, scale)
+        if not context.half:
+            return WeightBinding(kind.storage, lambda: kind.elements(quantized.data.array()), activation, zero, scale)
     block = quantized_block(node, quantized) if isinstance(quantized, QuantizedConstant) else None
     if not isinstance(quantized, QuantizedConstant) or block is None or (block and not blocks):
         return WeightBinding("float16" if context.half else "float32", read, activation, zero, scale)
@@ -124,16 +129,16 @@ def read_weights(context: LoweringContext, node: Node, *, blocks: bool = True) -
 
 
 def _in_blocks(
-    weight: BlockConstant,
+    weight: Constant,
+    kind: BlockFormat,
     args: Sequence[Arg],
     zero: QuantisationParameters | None,
     scale: QuantisationParameters | None,
 ) -> WeightBinding:
     """The binding of weights in ggml's blocks, of which all that kernels read is in one array."""
-    kind = weight.format
     of_run = QuantisationParameters("half")
     return WeightBinding(
-        cast(Storage, kind.storage), weight.data.array, args, zero, scale,
+        cast(Storage, kind.storage), weight.array, args, zero, scale,
         weight_scale=of_run, weight_minimum=of_run if kind.has_minimum else None, block=kind.run, format=kind,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from flashmem.compiler.kernels.contraction.tensor_cores import TensorContraction
 from flashmem.compiler.operators.vector import STORED, Vector
 from flashmem.program.launches import KernelShape
 
-_ELEMENT = {"float32": "float", "float16": "half", "int4": "uchar", "uint4": "uchar"}
+_ELEMENT = {"float32": "float", "float16": "half", "bfloat16": "ushort", "int4": "uchar", "uint4": "uchar"}
 """OpenCL C types of packed elements that differ from those of tensors; two integers of 4 bits are one element."""
 
 
@@ -65,7 +65,12 @@ class Operands:
     @property
     def integers(self) -> bool:
         """Whether weights are integers that are widened to int when they are read."""
-        return bool(self.nibbles) or self.element in ("char", "uchar", "short", "ushort")
+        return bool(self.nibbles) or (self.element in ("char", "uchar", "short", "ushort") and not self.bfloat)
+
+    @property
+    def bfloat(self) -> bool:
+        """Whether weights are the upper halves of floats."""
+        return self.weights == "bfloat16"
 
     @property
     def subtracts_rows(self) -> bool:

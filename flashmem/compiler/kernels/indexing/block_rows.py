@@ -6,11 +6,17 @@
 from __future__ import annotations
 
 from flashmem.compiler.ir.blocks.constant import BlockConstant
+from flashmem.compiler.ir.blocks.format import BlockFormat
 from flashmem.compiler.ir.builder import Rewriter
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.operators.registry import Operator, Types, register
 
 _BYTES: Types = frozenset({"uint8"})
+
+
+def is_in_blocks(constant: object) -> bool:
+    """Whether a constant is in blocks of several weights."""
+    return isinstance(constant, BlockConstant) and isinstance(constant.format, BlockFormat)
 
 
 def gather_blocks(rewriter: Rewriter, node: Node) -> None:

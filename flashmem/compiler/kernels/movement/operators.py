@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.compiler.ir.blocks.constant import BlockConstant
 from flashmem.compiler.ir.builder import Rewriter, constant, derived, reshaped_constant, transposed_constant
 from flashmem.compiler.ir.graph import Node, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
-from flashmem.compiler.kernels.indexing.block_rows import gather_blocks
+from flashmem.compiler.kernels.indexing.block_rows import gather_blocks, is_in_blocks
 from flashmem.compiler.operators.quantization import gather_codes
 from flashmem.compiler.operators.registry import ANY, BOOL, INDEX, INTEGERS, Operator, all_of, constant_inputs, each, register
 from flashmem.compiler.operators.rewriting import (
@@ -254,7 +253,7 @@ def _rewrite_gather(rewriter: Rewriter, node: Node, opset: int) -> None:
     if indices.constant is None and isinstance(data.constant, QuantizedConstant):
         gather_codes(rewriter, node, axis)
         return
-    if indices.constant is None and axis == 0 and isinstance(data.constant, BlockConstant):
+    if indices.constant is None and axis == 0 and is_in_blocks(data.constant):
         gather_blocks(rewriter, node)
         return
     if indices.constant is None:

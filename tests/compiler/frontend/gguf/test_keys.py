@@ -22,11 +22,11 @@ from gguf.constants import Keys
 
 import flashmem
 from flashmem.base.errors import UserError
+from flashmem.compiler.frontend.decoder.kinds import decoder_of
+from flashmem.compiler.frontend.decoder.weights import sketched
+from flashmem.compiler.frontend.decoder_files import converted
 from flashmem.compiler.frontend.gguf.keys import NEUTRAL, harmless_because
-from flashmem.compiler.frontend.gguf.kinds import decoder_of
-from flashmem.compiler.frontend.gguf.other_files import check_is_model
-from flashmem.compiler.frontend.gguf.reader import GGUFFile, converted
-from flashmem.compiler.frontend.gguf.weights import sketched
+from flashmem.compiler.frontend.gguf.reader import GGUFFile
 from tests.support.gguf_kinds import KINDS
 from tests.support.gguf_models import SmallLlama
 
@@ -49,9 +49,9 @@ def file_of(kind: str) -> GGUFFile:
         file = GGUFFile(KINDS[kind].write(Path(folder) / "m.gguf"))
         for pieces in (False, True):
             other = GGUFFile(SmallLlama(layers=1, pieces=pieces).write(Path(folder) / "t.gguf"))
-            file.fields.update({name: field for name, field in other.fields.items() if name.startswith("tokenizer.")})
+            file.fields = {**file.fields, **{n: field for n, field in other.fields.items() if n.startswith("tokenizer.")}}
             file.language()
-        check_is_model(file)
+        file.check_is_model()
         decoder_of(file)
         file.field(f"{kind}.context_length")
         return file
@@ -68,7 +68,7 @@ def outcome(key: str, kind: str) -> str:
     file.fields = {**fields, given: SimpleNamespace(contents=lambda: "unlike any other")}
     try:
         with pytest.raises(UserError, match=f"has the field {given} with the value 'unlike any other'"):
-            file.check_keys()
+            file.check_settings()
     finally:
         file.fields = fields
     neutral = NEUTRAL.get(key, ())
@@ -133,7 +133,6 @@ def test_tensors_without_a_part_are_refused(name: str, tmp_path: Path) -> None:
         ({"general.type": "mmproj"}, "is the part of a model that reads images or sound"),
         ({"general.type": "imatrix"}, "is an importance matrix"),
         ({"general.type": "dataset"}, "is of the type 'dataset' and no model"),
-        ({"split.count": 3, "split.no": 0}, "is part 1 of the 3 parts of a model; join them with llama.cpp"),
     ],
 )
 def test_other_files_are_named(fields: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from gguf import GGUFReader
 
 import flashmem
 from flashmem.base.errors import UserError
-from flashmem.compiler.frontend.gguf.reader import GGUFFile, converted
-from flashmem.compiler.frontend.gguf.weights import sketched
+from flashmem.compiler.frontend.decoder.weights import sketched
+from flashmem.compiler.frontend.decoder_files import converted
+from flashmem.compiler.frontend.gguf.reader import GGUFFile
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.ir.blocks.constant import BlockConstant
 from flashmem.compiler.ir.graph import FileConstant

@@ -14,8 +14,8 @@ import pytest
 from onnx import numpy_helper
 
 from flashmem.compiler.frontend import cleanup
-from flashmem.compiler.frontend.gguf.reader import converted
-from flashmem.compiler.frontend.gguf.weights import matrix
+from flashmem.compiler.frontend.decoder.weights import matrix
+from flashmem.compiler.frontend.decoder_files import converted
 from flashmem.compiler.frontend.importer import import_model
 from flashmem.compiler.frontend.layers.equal_layers import EqualLayers, find_layers
 from flashmem.compiler.ir.graph import Graph

@@ -1,4 +1,4 @@
-"""The decoder of a GGUF file as an ONNX model with a cache of fixed length.
+"""A decoder as an ONNX model with a cache of fixed length.
 
 Each layer is RMS normalisation, grouped-query attention with rotary positions, and a gated MLP; kinds of models differ in what
 `Decoder` holds, and in tensors that a file has or lacks. The model has the form of onnxruntime-genai's with
@@ -13,10 +13,9 @@ this form is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx
@@ -26,83 +25,29 @@ from onnx import TensorProto, helper, numpy_helper
 from flashmem.bundle.language import BATCH_TOKENS, CHECKED_TOKENS, IDS, LOGITS, TOTAL
 from flashmem.bundle.manifest import disk_errors
 from flashmem.compiler.frontend.contrib import DOMAIN, OWN
-from flashmem.compiler.frontend.gguf.placed_data import PlacedData, Read
-from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, floats, matrix, sketched
+from flashmem.compiler.frontend.decoder.description import Decoder, Rotary
+from flashmem.compiler.frontend.decoder.file import DecoderFile
+from flashmem.compiler.frontend.decoder.placed_data import PlacedData, Read
+from flashmem.compiler.frontend.decoder.weights import BlockedMatrix, FileTensor, floats, matrix, sketched
 
 TOKENS = "tokens"
 """The name of the open dimension."""
 
 
-@dataclass(frozen=True)
-class Rotary:
-    """Rotary positions: angles are position * `base` ** (-2 i / `size`) / `factor` for pair i of `size` / 2."""
-
-    size: int
-    base: float
-    factor: float = 1.0
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """What a kind of model and its file say about the decoder.
-
-    Attributes:
-        size: elements of a head.
-        epsilon: of the normalisations.
-        rotary: positions of each layer.
-        windows: keys that a query of each layer sees, itself included; 0 for all of them.
-        interleaved: neighbouring elements of a head rotate, as in files of the kind llama; otherwise one of each half.
-        gelu: the activation is GELU (by tanh) instead of SiLU.
-        embedding_scale: of the tokens' embeddings.
-        scale: of the scores.
-        score_cap, logit_cap: numbers are bounded softly to this; 0 for no bound.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    key_heads: int
-    size: int
-    vocabulary: int
-    epsilon: float
-    rotary: Sequence[Rotary]
-    windows: Sequence[int]
-    interleaved: bool = False
-    gelu: bool = False
-    embedding_scale: float = 1.0
-    scale: float = 0.0
-    score_cap: float = 0.0
-    logit_cap: float = 0.0
-
-
-class Tensors(Protocol):
-    """The tensors of a file."""
-
-    def has(self, name: str) -> bool:
-        """Whether the file has a tensor."""
-
-    def tensor(self, name: str) -> Any:
-        """A tensor of `gguf.GGUFReader`; raises UserError if it is missing."""
-
-    def check_tensors(self, used: Collection[str]) -> None:
-        """Raise UserError if the file has tensors besides those that are `used`."""
-
-    def check_room(self, folder: Path, nbytes: int) -> None:
-        """Raise UserError if the disk of `folder` has no room for `nbytes` bytes and what is made of them."""
-
-
-def write_decoder(path: Path, decoder: Decoder, tensors: Tensors, max_length: int, read: Read = matrix, batch: int = 1) -> None:
+def write_decoder(
+    path: Path, decoder: Decoder, file: DecoderFile, max_length: int, read: Read = matrix, batch: int = 1
+) -> None:
     """Write the decoder to `path`, and its data beside it. `read`: makes weights of the file's tensors. `batch`: its rows.
 
     Raises:
         UserError: a tensor is missing, has an unknown format, or has no part in the decoder; or the disk has no room or fails.
     """
     data = PlacedData(path.parent / f"{path.stem}.data")
-    writer = _Writer(decoder, tensors, max_length, read, data, batch)
+    writer = _Writer(decoder, file, max_length, read, data, batch)
     model = writer.model()
-    tensors.check_tensors(writer.used)
+    file.check_tensors(writer.used)
     if read is not sketched:
-        tensors.check_room(path.parent, data.nbytes)
+        file.check_room(path.parent, data.nbytes)
     with disk_errors(path):
         onnx.save(model, path)
         data.write()
@@ -114,9 +59,9 @@ class _Writer:
     `places`: tokens that the caches have room for. `used`: names of the tensors that have a part in the graph.
     """
 
-    def __init__(self, decoder: Decoder, tensors: Tensors, max_length: int, read: Read, data: PlacedData, batch: int) -> None:
+    def __init__(self, decoder: Decoder, file: DecoderFile, max_length: int, read: Read, data: PlacedData, batch: int) -> None:
         self.decoder = decoder
-        self.tensors = tensors
+        self.file = file
         self.read = read
         self.data = data
         self.batch = batch
@@ -139,7 +84,7 @@ class _Writer:
         for layer in range(decoder.layers):
             x = self.layer(layer, x, pairs)
         last = self.norm(self.last(x), "output_norm.weight")
-        head = "output.weight" if self.tensors.has("output.weight") else "token_embd.weight"
+        head = "output.weight" if self.file.has("output.weight") else "token_embd.weight"
         product = self.projection(last, ["output"], head, outputs=() if decoder.logit_cap else (LOGITS,))
         if decoder.logit_cap:
             cap = self.array("logit_cap", np.array(decoder.logit_cap, np.float32))
@@ -195,7 +140,7 @@ class _Writer:
     def queries_keys_values(self, name: str, x: str) -> list[str]:
         """The first three inputs of attention: all in the first one, if one product makes them and no norm comes between."""
         decoder = self.decoder
-        has = self.tensors.has
+        has = self.file.has
         sizes = [decoder.size * count for count in (decoder.heads, decoder.key_heads, decoder.key_heads)]
         names = [f"{name}.attn_qkv"] if has(f"{name}.attn_qkv.weight") else [f"{name}.attn_{each}" for each in "qkv"]
         normed = has(f"{name}.attn_q_norm.weight")
@@ -206,8 +151,8 @@ class _Writer:
 
     def mlp(self, name: str, x: str) -> str:
         """The gated MLP. Some files have the gate's weights above the others, in one tensor."""
-        rows = int(self.tensor(f"{name}.ffn_down.weight").shape[0])
-        is_joined = not self.tensors.has(f"{name}.ffn_gate.weight")
+        rows = self.tensor(f"{name}.ffn_down.weight").shape[1]
+        is_joined = not self.file.has(f"{name}.ffn_gate.weight")
         names = [f"{name}.ffn_up"] if is_joined else [f"{name}.ffn_gate", f"{name}.ffn_up"]
         gate, up = self.projections(x, names, [rows, rows])
         if self.decoder.gelu:
@@ -218,7 +163,7 @@ class _Writer:
 
     def projections(self, x: str, names: list[str], sizes: list[int]) -> list[str]:
         """Products of `x` with several weights: one if they have one format, split to `sizes` unless these are empty."""
-        if len({self.tensor(f"{name}.weight").tensor_type for name in names}) > 1:
+        if len({self.tensor(f"{name}.weight").kind for name in names}) > 1:
             return [self.projection(x, [name]) for name in names]
         product = self.projection(x, names)
         if not sizes:
@@ -233,10 +178,10 @@ class _Writer:
         `weight`: the tensor's name, if it is another one.
         """
         weights = [weight] if weight else [f"{name}.weight" for name in names]
-        if not any(self.tensors.has(f"{name}.bias") for name in names):
+        if not any(self.file.has(f"{name}.bias") for name in names):
             return self.product(x, *weights, outputs=outputs)
         biases = [
-            floats(self.tensor(f"{name}.bias")) if self.tensors.has(f"{name}.bias") else np.zeros(self.height(each), np.float32)
+            floats(self.tensor(f"{name}.bias")) if self.file.has(f"{name}.bias") else np.zeros(self.height(each), np.float32)
             for name, each in zip(names, weights, strict=True)
         ]
         bias = self.array(f"{names[0]}.bias", np.concatenate(biases))
@@ -258,18 +203,18 @@ class _Writer:
 
     def height(self, name: str) -> int:
         """The rows of a matrix."""
-        return int(self.tensor(name).shape[1])
+        return self.tensor(name).shape[0]
 
-    def tensor(self, name: str) -> Any:
+    def tensor(self, name: str) -> FileTensor:
         """A tensor that has a part in the graph."""
         self.used.add(name)
-        return self.tensors.tensor(name)
+        return self.file.tensor(name)
 
     def angles(self, rotary: Rotary) -> tuple[str, str]:
         """The cosines and sines of all positions, [length, size / 2]."""
         half = rotary.size // 2
         frequencies = rotary.base ** (-np.arange(half) / half) / rotary.factor
-        if self.tensors.has("rope_freqs.weight"):  # of Llama 3.1 and later
+        if self.file.has("rope_freqs.weight"):  # of Llama 3.1 and later
             frequencies /= floats(self.tensor("rope_freqs.weight"))
         name = f"{rotary.base:.9g}" + (f".{rotary.factor:.9g}" if rotary.factor != 1 else "")
         angles = np.arange(self.places)[:, None] * frequencies
@@ -283,7 +228,7 @@ class _Writer:
 
     def norm_if_any(self, x: str, name: str) -> str:
         """`x` normalised if the file has the scale for it."""
-        return self.norm(x, name) if self.tensors.has(name) else x
+        return self.norm(x, name) if self.file.has(name) else x
 
     def head_norm(self, x: str, name: str) -> str:
         """RMS normalisation of each head of `x`, [batch, tokens, heads * size]."""

@@ -12,14 +12,14 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
-from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, Floats
+from flashmem.compiler.frontend.decoder.weights import BlockedMatrix, FileTensor, Floats
 
 _PAGE = 4096
 _PIECE = 1 << 20
 """Elements of a matrix that are converted at a time."""
 
-Read = Callable[[Any, slice], BlockedMatrix | Floats]
-"""Makes weights of some rows of a tensor of `gguf.GGUFReader`."""
+Read = Callable[[FileTensor, slice], BlockedMatrix | Floats]
+"""Makes weights of some rows of a tensor."""
 
 _Pieces = Callable[[], Iterator[NDArray[Any]]]
 
@@ -41,21 +41,22 @@ class PlacedData:
         self._content.append((_offset(made), lambda: iter([array])))
         return made
 
-    def matrix(self, name: str, tensors: Sequence[Any], read: Read) -> tuple[BlockedMatrix | Floats, TensorProto]:
+    def matrix(self, name: str, tensors: Sequence[FileTensor], read: Read) -> tuple[BlockedMatrix | Floats, TensorProto]:
         """Matrices of one format and depth, one below the other, as `read` makes them.
 
         Returns an example of them with few rows, and the tensor of its array: blocks or floats.
         """
-        height = sum(_height(each) for each in tensors)
+        height = sum(each.shape[0] for each in tensors)
         example = read(tensors[0], slice(0, 1))
         array = _array(example)
         made = self._place(name, (height, array.shape[1]), array.dtype)
 
         def pieces() -> Iterator[NDArray[Any]]:
             for tensor in tensors:
-                step = max(1, _PIECE // int(tensor.shape[0]))
-                for first in range(0, _height(tensor), step):
-                    yield _array(read(tensor, slice(first, min(first + step, _height(tensor)))))
+                height, depth = tensor.shape
+                step = max(1, _PIECE // depth)
+                for first in range(0, height, step):
+                    yield _array(read(tensor, slice(first, min(first + step, height))))
 
         self._content.append((_offset(made), pieces))
         return example, made
@@ -93,11 +94,6 @@ class PlacedData:
 def _array(matrix: BlockedMatrix | Floats) -> NDArray[Any]:
     """The array of a matrix in a file."""
     return matrix.blocks if isinstance(matrix, BlockedMatrix) else matrix
-
-
-def _height(tensor: Any) -> int:
-    """The rows of a tensor, whose shape the package has in ggml's order."""
-    return int(tensor.shape[-1])
 
 
 def _offset(tensor: TensorProto) -> int:

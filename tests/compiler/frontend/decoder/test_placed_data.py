@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-from gguf import GGMLQuantizationType as Format
 from onnx.external_data_helper import ExternalDataInfo
 
-from flashmem.compiler.frontend.gguf.placed_data import PlacedData
-from flashmem.compiler.frontend.gguf.weights import BlockedMatrix, matrix
+from flashmem.compiler.frontend.decoder.placed_data import PlacedData
+from flashmem.compiler.frontend.decoder.weights import BlockedMatrix, FileTensor, matrix
 
 
 def test_memory_does_not_grow_with_a_matrix(tmp_path: Path) -> None:
@@ -19,7 +17,7 @@ def test_memory_does_not_grow_with_a_matrix(tmp_path: Path) -> None:
     rows, depth, random = 1 << 14, 1 << 10, np.random.default_rng(1)
     data = np.tile(random.integers(0, 256, (16, depth // 32 * 20), np.uint8), (rows // 16, 1))
     data[:, 1::20] = data[:, 3::20] = 0x20  # finite scales
-    tensor = SimpleNamespace(name="t", tensor_type=Format.Q4_1, shape=(depth, rows), data=data)
+    tensor = FileTensor("t", "Q4_1", (rows, depth), data)
     placed = PlacedData(tmp_path / "data")
     small = placed.array("first", np.arange(5000.0))
     tracemalloc.start()

@@ -1,0 +1,1 @@
+"""Folders of the library transformers with weights in safetensors, read as `frontend.decoder.file.DecoderFile`."""
