@@ -126,7 +126,7 @@ class Limits(OptionSet):
         default="auto",
         kind=choice(SolverChoice),
         doc='"dp": the planner alone, without OR-tools. "auto": then CP-SAT, where a plan has a gap and OR-tools is installed '
-        '(a phone has none): `plan` waits for it, `compile` lets it search while weights are packed, and waits 2 s more. '
+        "(a phone has none): `plan` waits for it, `compile` lets it search while weights are packed, and waits 2 s more. "
         '"cp-sat": the same however small the gap, and `compile` waits too.',
         group=PLAN,
     )
