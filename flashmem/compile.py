@@ -41,7 +41,7 @@ from flashmem.compiler.stages.stages import IMPORT, LAY_OUT, PACK
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
 from flashmem.planning.planner import may_search, planning_instance
-from flashmem.planning.search.child import SearchProcess
+from flashmem.planning.search_process import SearchProcess
 from flashmem.program.program import Program
 from flashmem.request.description import keywords_of
 from flashmem.request.limits import Limits

@@ -15,10 +15,10 @@ from flashmem.planning.arithmetic.solver import cp_solver
 from flashmem.planning.latency.bounds import fastest_seconds
 from flashmem.planning.planner import completed, plan_instance, search_gap
 from flashmem.planning.problem import Problem
-from flashmem.planning.search.child import SearchProcess
 from flashmem.planning.search.effort import ENOUGH
 from flashmem.planning.search.later_bound import least_later_seconds
 from flashmem.planning.search.moves import MovesModel
+from flashmem.planning.search_process import SearchProcess
 from flashmem.program.program import Program
 from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
