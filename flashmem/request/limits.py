@@ -77,6 +77,15 @@ class Limits(OptionSet):
         doc="weights that must be resident from the start.",
         group=PLAN,
     )
+    preload_ratio: float | None = option(
+        "Least share of the weights' bytes to keep resident, from 0 to 1.",
+        default=None,
+        kind=Numeric("N", float, 0, 1, "1 keeps all weights resident"),
+        doc="the share of the bytes of all weights that must be resident at least, spread evenly over the run: to "
+        "compare plans by what they preload (FlashMem, Figure 8).",
+        shown="as the plan needs",
+        group=PLAN,
+    )
     objective: str = option(
         "The first answer, later runs, or the paper's weighted sum.",
         default=AUTO,
