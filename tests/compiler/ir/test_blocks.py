@@ -97,10 +97,10 @@ def code_bits(plane: Plane, block: Bytes, panel: int, at: int) -> NDArray[np.int
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_places_of_bits(name: str) -> None:
-    """Numbers that are read bit by bit at these places are those of the block."""
+    """Numbers that are read bit by bit at these places of a table's row are those of the block."""
     kind = FORMATS[name]
-    data, places = any_blocks(kind, 9, kind.weights, 3), bit_places(kind)
-    parts = kind.parts(data)
+    blocks, places = any_blocks(kind, 9, kind.weights, 3), bit_places(kind)
+    parts, data = kind.parts(blocks), kind.rows(blocks)
     read, numbers = np.unpackbits(data, axis=1, bitorder="little").astype(np.int64), places.numbers.astype(int)
     codes, factors = np.zeros(parts.codes.shape, int), np.zeros((9, kind.factors), int)
     for planes, made, size in ((kind.code_rows(1), codes, kind.weights), (kind.factor_rows(), factors, kind.factors)):

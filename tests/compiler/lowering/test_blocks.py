@@ -141,3 +141,30 @@ def test_rows_of_a_table(place: tuple[str, MemoryPath], tmp_path: Path) -> None:
         for y, (name, kind) in zip(session.run(None, {"ids": ids}), FORMATS.items(), strict=True):
             wanted = quants.dequantize(any_blocks(kind, 300, 512, 5, finite=True), Kind[name])
             np.testing.assert_array_equal(y, wanted[ids])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_tied_table_is_stored_once(name: str, tmp_path: Path) -> None:
+    """Rows are read in the panels of the head, bit for bit: also those of its last panel, which is not whole."""
+    count = (1 << 20) // FORMATS[name].row_bytes(512) + 21  # smaller ones are constants in memory
+    table = any_blocks(FORMATS[name], count, 512, 5, finite=True)
+    nodes = [
+        helper.make_node("Blocks", ["blocks"], ["w"], domain="flashmem", kind=name),
+        helper.make_node("Gather", ["w", "ids"], ["rows"], axis=0),
+        helper.make_node("Transpose", ["w"], ["t"], perm=[1, 0]),
+        helper.make_node("MatMul", ["rows", "t"], ["y"]),
+    ]
+    outputs = [
+        helper.make_tensor_value_info(each, TensorProto.FLOAT, (1, 6, size)) for each, size in (("rows", 512), ("y", count))
+    ]
+    inputs = [helper.make_tensor_value_info("ids", TensorProto.INT64, (1, 6))]
+    onnx.save(
+        as_model(helper.make_graph(nodes, "tied", inputs, outputs, [numpy_helper.from_array(table, "blocks")])),
+        tmp_path / "m.onnx",
+    )
+    bundle = flashmem.compile(tmp_path / "m.onnx", tmp_path / "b.flashmem", device="pocl")
+    assert bundle.weights_path.stat().st_size < 1.02 * table.nbytes + (1 << 13)
+    ids = np.array([[0, count - 1, 7, 9, -1, count - 10]])
+    with flashmem.Session(bundle, device="pocl") as session:
+        [rows, _] = session.run(None, {"ids": ids})
+    np.testing.assert_array_equal(rows, quants.dequantize(table, Kind[name])[ids])
