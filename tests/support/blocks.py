@@ -33,6 +33,7 @@ def bound(kind: BlockFormat, data: Bytes, x: NDArray[np.float32]) -> NDArray[Any
     parts = kind.parts(data)
     scale, minimum = (0.0 if each is None else np.abs(each)[:, :, None].astype(np.float64) for each in kind.scales(parts))
     codes = np.abs((parts.codes if kind.is_narrow else parts.codes.view(np.int8)).astype(np.float64)) + kind.offset
+    codes = np.abs(np.array(kind.values, float))[parts.codes] if kind.values else codes
     sizes = codes.reshape(len(codes), kind.runs, -1) * scale + minimum
     found: NDArray[Any] = np.abs(x).astype(np.float64) @ sizes.reshape(len(data), -1).T
     return (x.shape[1] + 8) * 2.0**-24 * found

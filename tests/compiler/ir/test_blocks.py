@@ -65,6 +65,7 @@ def unpacked(kind: BlockFormat, block: Bytes, panel: int) -> NDArray[np.float32]
         factor = number([factor_bits(plane, block, panel, run) for plane in kind.factor_rows()], kind.factor_planes)
         lowering = number([factor_bits(plane, block, panel, kind.runs + run) for plane in kind.factor_rows()], (4, 2))
         code = number([code_bits(plane, block, panel, at) for plane in kind.code_rows(panel)], kind.planes)
+        code = np.array(kind.values)[code] if kind.values else code
         steps = code - kind.offset if kind.is_narrow else code.astype(np.int8)
         scaled = scale * (factor - kind.factor_offset).astype(np.float32) if kind.factor_planes else scale
         made[at] = steps.astype(np.float32) * scaled

@@ -53,6 +53,7 @@ class BlockFormat:
         fields: bytes of a block's fields in a file, which `split` receives.
         planes: bits of a code, in planes of 1, 2, 4 or 8 bits, the lowest first.
         factor_planes: bits of a factor, likewise. Factors of 8 bits are signed.
+        values: the integers that codes of four bits stand for, if not for themselves.
         has_minimum: whether something is added.
     """
 
@@ -66,6 +67,7 @@ class BlockFormat:
     run: int = 32
     factor_planes: tuple[int, ...] = ()
     factor_offset: int = 0
+    values: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -118,13 +120,25 @@ class BlockFormat:
     def floats(self, data: Bytes) -> Floats:
         """What blocks stand for: [rows, bytes] as float32 [rows, weights]."""
         parts = self.parts(data)
-        codes = parts.codes.astype(np.int16) - np.int16(self.offset) if self.is_narrow else parts.codes.view(np.int8)
-        blocks = codes.astype(np.float32).reshape(len(codes), self.runs, -1)
+        blocks = self.integers(parts).astype(np.float32).reshape(len(parts.codes), self.runs, -1)
         scale, minimum = self.scales(parts)
         made: Floats = blocks * scale[:, :, None]
         if minimum is not None:
             made += minimum[:, :, None]
         return made.reshape(len(data), -1)
+
+    def integers(self, parts: Parts) -> NDArray[np.int16]:
+        """What codes stand for before they are scaled, [blocks, weights]."""
+        if self.values:
+            return np.array(self.values, np.int16)[parts.codes]
+        if self.is_narrow:
+            return parts.codes.astype(np.int16) - np.int16(self.offset)
+        return parts.codes.view(np.int8).astype(np.int16)
+
+    @property
+    def words_of_values(self) -> list[int]:
+        """`values` as the bytes of words of 32 bits."""
+        return [int(word) for word in np.array(self.values, np.int8).view("<i4")]
 
     # -- packed panels
 
