@@ -62,7 +62,7 @@ def _check_place(kernel: Kernel, kind: LaneKind, part: Slice, place: int) -> Non
     room = -(-part.file_bytes // 16) * 16
     if part.is_image:
         unit = LANE_UNIT[kind]
-        numbers = (0, part.width * part.height, part.width, part.row_pitch // unit)
+        numbers = (0, part.height, part.width, part.row_pitch // unit)
     else:
         numbers = (0, room // LANE_UNIT[kind], 1, 1)
     known: Mapping[str, int] = {

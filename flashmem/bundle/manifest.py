@@ -16,7 +16,7 @@ from flashmem.base.files import open_regular, read_regular
 from flashmem.bundle.version_directories import MANIFEST, MANIFEST_BYTES, is_version_name
 from flashmem.target.instruction_set import INSTRUCTION_SETS
 
-FORMAT_VERSION = 22
+FORMAT_VERSION = 23
 WEIGHTS = "weights.bin"
 BINARIES = "binaries.bin"
 LANGUAGE = "language.json"

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-import numpy as np
-
 from flashmem.base.types import POOL_ALIGNMENT
 from flashmem.program.tensors import Slice
 from flashmem.schedule.plan import PlannedWeight, PoolLayout
@@ -85,11 +83,11 @@ _ORDERS: tuple[Callable[[Stay], tuple[int, ...]], ...] = (
 
 def _take_turns(stays: Sequence[Stay]) -> tuple[tuple[int, ...], dict[str, int]]:
     sizes: list[int] = []
-    taken = np.zeros((len(stays), max((stay.last for stay in stays), default=0) + 1), np.bool_)  # slots by layers
+    taken: list[int] = []  # by slot, its layers as bits
     slot_of: dict[str, int] = {}
     for stay in stays:
-        layers = slice(stay.first, stay.last + 1)
-        free = np.flatnonzero(~taken[: len(sizes), layers].any(axis=1)).tolist()
+        layers = (1 << stay.last + 1) - (1 << stay.first)
+        free = [number for number, occupied in enumerate(taken) if not occupied & layers]
         large = [number for number in free if sizes[number] >= stay.nbytes]
         if large:
             number = min(large, key=sizes.__getitem__)
@@ -99,6 +97,7 @@ def _take_turns(stays: Sequence[Stay]) -> tuple[tuple[int, ...], dict[str, int]]
         else:
             number = len(sizes)
             sizes.append(stay.nbytes)
-        taken[number, layers] = True
+            taken.append(0)
+        taken[number] |= layers
         slot_of[stay.name] = number
     return tuple(sizes), slot_of

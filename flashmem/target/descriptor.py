@@ -88,9 +88,8 @@ class CodeStyle:
 
     `samplers`: textures are read through a sampler. `private_arrays`: the last columns of a row are stored through an array,
     which some compilers keep in memory; else one by one. `vector_loads`: plain contractions read four steps of depth of the
-    left operand by one aligned load, and address tensors by offsets of 32 bits. `divisions`: stream lanes find a texel's row by
-    an integer division. Else they find it by a corrected reciprocal, with aligned loads, and select once what a block's units
-    share. `copies_between_steps`: a kernel's stream lane copies between the steps of its work; else after it, in fewer
+    left operand by one aligned load, and address tensors by offsets of 32 bits; stream lanes read units likewise.
+    `copies_between_steps`: a kernel's stream lane copies between the steps of its work; else after it, in fewer
     registers. `longest_row`: a convolution of few channels whose rows of taps have at most so many elements reads windows of
     whole rows, and sums halves in float. Longer rows do not fit in registers.
     """
@@ -99,7 +98,6 @@ class CodeStyle:
     samplers: bool = True
     private_arrays: bool = True
     vector_loads: bool = False
-    divisions: bool = True
     copies_between_steps: bool = True
     longest_row: int = 0
 

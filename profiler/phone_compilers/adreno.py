@@ -22,6 +22,7 @@ _TEXTURES = ("sam", "isam", "saml", "gat", "ldib")
 _SCRATCH = ("ldp", "stp")
 _LOCAL = ("ldl", "stl")
 _MACS = ("mad.f32", "mad.f16")
+_BRANCHES = ("br", "jump")
 _ZEROS = "clz."
 
 
@@ -78,7 +79,7 @@ def _name(line: str) -> str:
 
 def _counted(code: Sequence[str]) -> LoopStatistics:
     """Statistics of the instructions in `code`."""
-    names = ("instructions", "slots", "macs", "half_macs", "load_bytes", "loads", "textures", "local", "stack")
+    names = ("instructions", "slots", "macs", "half_macs", "load_bytes", "loads", "textures", "local", "stack", "branches")
     counts = dict.fromkeys(names, 0)
     for line in code:
         if _LABEL.match(line):
@@ -101,4 +102,6 @@ def _counted(code: Sequence[str]) -> LoopStatistics:
             counts["stack"] += 1
         elif name.startswith(_LOCAL):
             counts["local"] += 1
+        elif name.startswith(_BRANCHES):
+            counts["branches"] += 1
     return LoopStatistics(**counts)

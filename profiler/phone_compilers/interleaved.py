@@ -3,7 +3,7 @@
     python -m flashmem.profiler.phone_compilers.interleaved adreno750
 
 Compiles every product, convolution and attention that the device's descriptor lists, without and with a copy stream. A step of
-the stream is one pass through the loops around the main loop. All branches of the stream count, of which a step takes one.
+the stream is one pass through the loops around the main loop.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flashmem.profiler.phone_compilers.statistics import KernelStatistics
 from flashmem.target.descriptor import load_descriptor
 
 _UNITS = re.compile(r"^#define LANE_UNITS (\d+)$", re.MULTILINE)
-_RAW = re.compile(r"^\s+(uint\d?) lane_raw0", re.MULTILINE)
+_UNIT = re.compile(r"^#define LANE_BEGIN .* (\w+) lane_raw0", re.MULTILINE)
+_BYTES = {"uint": 4, "uint2": 8, "uint4": 16, "ushort4": 8, "LANE_HALF4": 8}
 
 
 def step_bytes(text: str) -> int:
-    """Bytes that a work-item of an interleaved kernel copies in a step."""
+    """Bytes that a work-item of an interleaved kernel copies in a step; 0 where it copies after the work."""
     units = _UNITS.search(text)
-    raw = _RAW.search(text)
-    assert units and raw  # every interleaved kernel has both (kernels/templates/common/lane.cl.j2)
-    return int(units[1]) * 4 * int(raw[1].removeprefix("uint") or 1)
+    unit = _UNIT.search(text)
+    return int(units[1]) * _BYTES[unit[1]] if units and unit else 0
 
 
 def _row(plain: KernelStatistics, interleaved: KernelStatistics, nbytes: int) -> str:

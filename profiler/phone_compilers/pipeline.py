@@ -16,8 +16,11 @@ from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopS
 from flashmem.schedule.modes import MODES
 
 _BLOCK = re.compile(r"LANE_FETCH\n(?:.*\n){0,3}?.*min\((\d+), \w+ - k0\)|for \(int k0 = 0; k0 < depth; k0 \+= (\d+)\)")
+_INNER = re.compile(r"at < copied_; at \+= (\d+)")
 _LINE = re.compile(r"start \+= (\d+)\) \{\s*LANE_FETCH|lane_start \+= (\d+)\) \{\s*LANE_FETCH")
 _USUAL_BLOCK = 64
+_VECTOR = 4
+"""Steps of depth that an innermost loop with a copy stream reads at a time."""
 _WAVES = 4
 """Waves on a core that hide the latency of memory: with fewer, the rate falls in proportion. Assumed."""
 
@@ -76,7 +79,9 @@ class CompiledKernel:
 
     @property
     def step_slots(self) -> float:
-        """Slots that a step of the copy stream adds, with all its branches, as `phone_compilers.interleaved` counts them."""
+        """Slots that a step of the copy stream adds, as `phone_compilers.interleaved` counts them."""
+        if self.block == _VECTOR:
+            return max(0, self.lane.loop_slots - self.plain.loop_slots)
         if self.plain.around_slots and self.lane.around_slots:
             return max(0, self.lane.around_slots - self.plain.around_slots)
         if self.plain.loop_macs and self.lane.loop_macs:
@@ -87,19 +92,21 @@ class CompiledKernel:
 def stream_places(text: str) -> tuple[int, int]:
     """The places of the copy stream in the text of a kernel with one, and the depth between two of them (0: none)."""
     body = text[text.index("__kernel") :]
+    if _INNER.search(body):
+        return 1, _VECTOR
     found = _BLOCK.search(body) or _LINE.search(body)
     return body.count("LANE_FETCH"), int(next(filter(None, found.groups()))) if found else 0
 
 
-def steps(compiled: CompiledKernel, launch: LaunchFeatures) -> float:
-    """Steps of the copy stream that each work-item of a launch passes."""
-    if not compiled.fetches:
+def steps(fetches: int, block: int, launch: LaunchFeatures) -> float:
+    """Steps of the copy stream that each work-item of a launch passes, for the `stream_places` of its kernel."""
+    if not fetches:
         return 0.0
-    if compiled.block:
+    if block:
         runs = max(1, launch.depth // max(1, launch.run)) if launch.family == "conv" else 1
-        each = -(-launch.depth // (runs * compiled.block))
-        return float(compiled.fetches * runs * each)
-    return compiled.fetches * (max(1.0, launch.depth**0.5) if launch.family in ("depthwise", "pool") else 1.0)
+        each = -(-launch.depth // (runs * block))
+        return float(fetches * runs * each)
+    return fetches * (max(1.0, launch.depth**0.5) if launch.family in ("depthwise", "pool") else 1.0)
 
 
 class PipelineModel:
@@ -107,6 +114,9 @@ class PipelineModel:
 
     def __init__(self, compiled: CompiledKernel, hardware: Hardware) -> None:
         self._compiled, self._gpu = compiled, hardware
+
+    def _steps(self, launch: LaunchFeatures) -> float:
+        return steps(self._compiled.fetches, self._compiled.block, launch)
 
     def _passes(self, launch: LaunchFeatures) -> float:
         """Passes of the main loop by each work-item: what it sums, or else what it reads."""
@@ -127,7 +137,7 @@ class PipelineModel:
         code = lane if streaming and sums and lane.loop_macs == plain.loop_macs else plain
         passes = self._passes(launch)
         halves = code.loop_half_macs * (1 - 1 / gpu.half_rate)
-        around = max(1.0, steps(self._compiled, launch)) * plain.around_slots
+        around = max(1.0, self._steps(launch)) * plain.around_slots
         slots = passes * (code.loop_slots - halves) + around + plain.once
         items = max(launch.items, gpu.items)  # fewer do not fill it, and take as long
         rate = gpu.slots * self._share(lane if streaming else plain)
@@ -168,8 +178,7 @@ class PipelineModel:
         return max(alone, max(busy.values()) + gpu.launch_seconds, nbytes / gpu.host + gpu.launch_seconds)
 
     def _copy_slots(self, launch: LaunchFeatures, nbytes: float) -> float:
-        """Slots that move `nbytes`: between steps as far as there are steps, the rest after them."""
+        """Slots that move `nbytes`: of every step, which has no condition, and of what is left after them."""
         compiled = self._compiled
-        between = min(nbytes, steps(compiled, launch) * compiled.step_bytes * launch.items)
-        each = compiled.step_slots / compiled.step_bytes if compiled.step_bytes else 0.0
-        return between * each + (nbytes - between) * compiled.drained
+        taken = self._steps(launch) * launch.items
+        return taken * compiled.step_slots + max(0.0, nbytes - taken * compiled.step_bytes) * compiled.drained

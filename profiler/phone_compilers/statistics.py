@@ -14,6 +14,7 @@ class LoopStatistics:
     multiply-adds of floats; each element of a vector of halves counts. `half_macs` are those of halves that take a slot
     each, as floats do. `load_bytes` are read from buffers, not through
     textures. `stack` counts loads and stores of scratch memory: spilled registers, and arrays that are not in registers.
+    `branches` counts branches and jumps; a plain loop has two, its condition and its way back. Not counted on Mali.
     """
 
     instructions: int
@@ -25,6 +26,7 @@ class LoopStatistics:
     local: int
     stack: int
     half_macs: int = 0
+    branches: int = 0
 
     @property
     def slots_per_mac(self) -> float | None:

@@ -50,19 +50,18 @@ def _lane(lane: LaneKind) -> tuple[str, str, str]:
                 else f"as_float4(vload4(at, lane_src{m}))"
             )
             move = (
-                f"int x = u % lane_width{m}, y = u / lane_width{m}, at = y * lane_pitch{m} + x;"
-                f"write_imagef(lane_dst{m}, (int2)(x, y), {read});"
+                f"for (int x = 0; x < lane_width{m}; ++x) {{ const int at = u * lane_pitch{m} + x;"
+                f"write_imagef(lane_dst{m}, (int2)(x, u), {read}); }}"
             )
         body += f"""
             for (int t = get_global_id(0); t < lane_count{m}; t += get_global_size(0)) {{
                 int u = lane_first{m} + t; {move}
             }}"""
-        row = f"lane_u{m} / lane_width{m} * lane_pitch{m}"
-        place = f"[lane_u{m}]" if kind == "buffer" else f"(lane_width{m} - 1, lane_u{m} / lane_width{m})"
+        place = f"[lane_u{m}]" if kind == "buffer" else f"(lane_width{m} - 1, lane_u{m})"
         stated += f"""
             //@ zero lane_first{m}, lane_count{m}
             //@ lane_u{m} < lane_first{m} + lane_count{m}
-            //@ lane_src{m}[({row} + lane_width{m} - 1) * {words} + {words - 1}]
+            //@ lane_src{m}[(lane_u{m} * lane_pitch{m} + lane_width{m} - 1) * {words} + {words - 1}]
             //@ lane_dst{m}{place}"""
     return ", ".join(parameters), body, stated
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from flashmem.base.errors import BudgetError
+from flashmem.base.garbage import collecting_seldom
 from flashmem.compiler.adaptive.granularity import first_attempt
 from flashmem.compiler.adaptive.tiling import fitting_patches
 from flashmem.compiler.adaptive.unfusion import may_refine, refine
@@ -40,6 +41,7 @@ def plan_graph(graph: Graph, options: Options, watch: Watch = lambda step: nullc
     return plan_grouped(grouped, options, watch)
 
 
+@collecting_seldom()
 def plan_grouped(
     grouped: GroupedGraph,
     options: Options,
@@ -103,7 +105,8 @@ def _notes_of_refused(options: Options, selector: KernelSelector, generated: Gen
     used = {name: "is compiled without optimisation" for name in generated.source.kernels if name in options.refused}
     left_out = {name: "is left out for a kernel of another config" for name in selector.left_out}
     return [
-        f"{name} {what}, because the driver miscompiles it: {options.refused[name]}" for name, what in (left_out | used).items()
+        f"{name} {what}, because the driver miscompiles it: {options.refused[name].wrong}"
+        for name, what in (left_out | used).items()
     ]
 
 

@@ -5,6 +5,7 @@ A session changes between variants in the same memory, so each stores its weight
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,6 +89,8 @@ def read_graphs(variants: Sequence[Options], read: Callable[[Options], Graph]) -
                     f"variants, which share their states; give it one shape"
                 )
         seen.append(shapes)
+    if len(graphs) > 1:
+        gc.collect()  # models are cycles, and it may be long before the next collection (`base.garbage`)
     return graphs
 
 

@@ -28,13 +28,19 @@ _PLACEHOLDER = "KERNEL_NAME"
 DEFAULT_STYLE = CodeStyle()
 """The code style of CPUs and of GPUs that no descriptor says more about."""
 
-_LANE_UNITS = 2
+_INNER = ("contraction/matmul", "convolution/conv")
+"""Kernels that can copy in their innermost loop, where it reads vectors of the depth."""
+
+_LANE_UNITS = 3
+_INNER_UNITS = 1
+_TALL_UNITS = 2
 _STAGED_UNITS = 1
 _COPY_UNITS = 4
 _SMALL_COPY_UNITS = 8
-"""Units of the copy stream that a work-item copies at a time: in a kernel that computes; in a staged contraction, whose sums
-and next stage fill the registers; in a kernel that only copies, so that many reads are in flight; in one that copies texels of
-4 or 8 bytes, whose places cost a phone more instructions than the texels.
+"""Units of the copy stream that a work-item copies in a step: in a kernel that computes; in an innermost loop; in a contraction
+of more than four rows a work-item, where a third one takes registers of two waves of a phone; in a staged contraction, whose
+sums and next stage fill the registers; in a kernel that only copies, so that many reads are in flight; in one that copies
+texels of 4 or 8 bytes, whose places cost a phone more instructions than the texels.
 """
 
 
@@ -62,14 +68,15 @@ def _environment(style: CodeStyle) -> Environment:
 
 @dataclass(frozen=True)
 class Lane:
-    """The interleaved copy stream of a kernel, for common/lane.cl.j2: a work-item copies `units` units at a time.
+    """The interleaved copy stream of a kernel, for common/lane.cl.j2: a work-item copies `units` units in a step.
 
-    `alone`: the kernel does nothing else.
+    `alone`: the kernel does nothing else. `inner`: steps are those of the innermost loop.
     """
 
     kind: LaneKind
     units: int
     alone: bool = False
+    inner: bool = False
 
     @property
     def places(self) -> tuple[LaneKind, ...]:
@@ -135,12 +142,12 @@ class KernelLibrary:
         Kernels that only copy are added, for buffers and for textures of `channels`.
         """
         laned = {
-            name: _rendered(template, Lane(lane, _units(given.values)), given, self._style).replace(_PLACEHOLDER, name)
+            name: self._with_lane(lane, template, given).replace(_PLACEHOLDER, name)
             for name, (template, given) in self._given.items()
         }
         kinds: list[LaneKind] = ["buffer", *sorted({*channels, lane} - {"buffer"})]
         for kind in kinds:
-            small = kind not in ("float", "buffer") and not self._style.divisions
+            small = kind not in ("float", "buffer") and self._style.vector_loads
             lane_copy = Lane(kind, _SMALL_COPY_UNITS if small else _COPY_UNITS, alone=True)
             text = _rendered("common/lane_copy", lane_copy, _TemplateValues({}), self._style)
             laned[f"lane_copy_{kind}"] = text.replace(_PLACEHOLDER, f"lane_copy_{kind}")
@@ -150,10 +157,18 @@ class KernelLibrary:
             kernels=tuple(self._plain),
         )
 
+    def _with_lane(self, kind: LaneKind, template: str, given: _TemplateValues) -> str:
+        return _rendered(template, _lane(kind, template, given.values, self._style), given, self._style)
 
-def _units(given: dict[str, Any]) -> int:
-    """Units of the copy stream that a work-item of such a kernel copies at a time."""
-    return _STAGED_UNITS if "t" in given and given["t"].k_block else _LANE_UNITS
+
+def _lane(kind: LaneKind, template: str, given: dict[str, Any], style: CodeStyle) -> Lane:
+    """The copy stream of a kernel that computes."""
+    tile = given.get("t")
+    if tile is None:
+        return Lane(kind, _LANE_UNITS)
+    if style.copies_between_steps and template in _INNER and tile.loop.depth_vector > 1 and not given.get("gathered"):
+        return Lane(kind, _INNER_UNITS, inner=True)
+    return Lane(kind, _STAGED_UNITS if tile.k_block else _TALL_UNITS if tile.rows > 4 else _LANE_UNITS)
 
 
 def _prelude(text: str) -> str:

@@ -10,6 +10,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from flashmem.schedule.instance import Instance, WeightSpec
@@ -56,18 +57,36 @@ class Compute:
         return self.done[layer]
 
 
+class Durations:
+    """t_l * s_l(b_l) of the layers of `instance`, for the many moves that a planner compares: each is computed once."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._uses = {w.name: w.first_use for w in instance.weights}
+        self._alone = [spec.seconds for spec in instance.layers]
+        self._known: dict[tuple[int, int], float] = {}  # by layer (index l - 1) and chunks
+
+    def of(self, moves: Moves) -> list[float]:
+        """The seconds of every layer, with the bytes that are moved during it."""
+        beside: dict[int, int] = {}
+        for name, parts in moves.items():
+            use = self._uses[name]
+            for layer, chunks in parts:
+                if layer < use:
+                    beside[layer - 1] = beside.get(layer - 1, 0) + chunks
+        known = self._known
+        found = list(self._alone)
+        for loaded in beside.items():
+            if loaded not in known:
+                at, chunks = loaded
+                known[loaded] = self._instance.layers[at].loaded_seconds(chunks * self._instance.chunk_bytes)
+            found[loaded[0]] = known[loaded]
+        return found
+
+
 def durations(instance: Instance, moves: Moves) -> list[float]:
     """t_l * s_l(b_l) of every layer, with the bytes that are moved during it."""
-    beside = [0] * len(instance.layers)
-    uses = {w.name: w.first_use for w in instance.weights}
-    for name, parts in moves.items():
-        for layer, chunks in parts:
-            if layer < uses[name]:
-                beside[layer - 1] += chunks
-    return [
-        spec.loaded_seconds(chunks * instance.chunk_bytes) if chunks else spec.seconds
-        for spec, chunks in zip(instance.layers, beside, strict=True)
-    ]
+    return Durations(instance).of(moves)
 
 
 def needed_at(instance: Instance, moves: Moves | None) -> dict[str, int]:
@@ -84,17 +103,27 @@ class TimingModel:
     release time allows. Release time 0 (of W) equals release time 1.
     """
 
-    def __init__(self, instance: Instance, moves: Moves | None = None) -> None:
+    def __init__(self, instance: Instance, moves: Moves | None = None, durations: Durations | None = None) -> None:
         self.instance = instance
         self.moves = moves or {}
         self.needs = needed_at(instance, moves)
-        self.durations = durations(instance, self.moves)
+        self._durations = durations or Durations(instance)
+        self.durations = self._durations.of(self.moves)
         self._by_need = sorted(instance.weights, key=lambda w: (self.needs[w.name], w.first_use))
         self._needed = [min(self.needs[w.name], len(instance.layers)) for w in self._by_need]
         self._handed = [w.nbytes / instance.host_bandwidth for w in self._by_need]
         self._last_piece = [min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth for w in self._by_need]
         self._read = [w.nbytes / instance.load_bandwidth for w in self._by_need]
         self._in_cache = [0.0] * len(self._by_need)
+
+    def with_moves(self, moves: Moves) -> TimingModel:
+        """The same for other moves."""
+        if self.instance.transfer.by_kernels:  # they change what a layer waits for
+            return TimingModel(self.instance, moves, self._durations)
+        made = copy(self)
+        made.moves = moves
+        made.durations = self._durations.of(moves)
+        return made
 
     def order(self, releases: Mapping[str, int]) -> list[WeightSpec]:
         """The weights in the order of their reads."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,18 +34,31 @@ def held_bytes(instance: Instance, releases: Mapping[str, int], moves: Moves, ke
     Weights without moves are in W and do not count.
     """
     layers = len(instance.layers)
-    change = np.zeros(layers + 3, np.int64)
+    by_kernels = instance.transfer.by_kernels
+    spans: list[Span] = []
     for w in instance.weights:
         if w.name not in moves:
             continue
         home = release = releases[w.name]
-        if instance.transfer.by_kernels:
+        if by_kernels:
             home = moves[w.name][0][0]
-            change[release] += w.nbytes
-            change[moves[w.name][-1][0] + 1] -= w.nbytes
-        change[1 if w.name in keep else home] += w.nbytes
-        change[(layers if w.name in keep else w.last_use) + 1] -= w.nbytes
-    held: NDArray[np.int64] = np.cumsum(change)
+            spans.append((release, moves[w.name][-1][0] + 1, w.nbytes))
+        kept = w.name in keep
+        spans.append((1 if kept else home, (layers if kept else w.last_use) + 1, w.nbytes))
+    return bytes_in(spans, layers)
+
+
+Span = tuple[int, int, int]
+"""Bytes in memory: the layer from which on, the layer from which on no more, and how many."""
+
+
+def bytes_in(spans: Iterable[Span], layers: int) -> NDArray[np.int64]:
+    """The bytes of `spans` at each of `layers` layers, index l (0 and the two behind the last layer are unused)."""
+    change = [0] * (layers + 3)
+    for first, end, nbytes in spans:
+        change[first] += nbytes
+        change[end] -= nbytes
+    held: NDArray[np.int64] = np.cumsum(np.array(change, np.int64))
     return held
 
 
@@ -95,13 +108,8 @@ def releases_ahead(
 
 def staged_bytes(instance: Instance, moves: Moves) -> NDArray[np.int64]:
     """Bytes in staging at each layer, index l, with every release time at the first move (mode `interleave`)."""
-    change = np.zeros(len(instance.layers) + 3, np.int64)
-    for w in instance.weights:
-        if parts := moves.get(w.name):
-            change[parts[0][0]] += w.nbytes
-            change[parts[-1][0] + 1] -= w.nbytes
-    staged: NDArray[np.int64] = np.cumsum(change)
-    return staged
+    spans = [(parts[0][0], parts[-1][0] + 1, w.nbytes) for w in instance.weights if (parts := moves.get(w.name))]
+    return bytes_in(spans, len(instance.layers))
 
 
 def final_releases(timing: TimingModel, preload: Collection[str], releases: Mapping[str, int]) -> tuple[dict[str, int], Clock]:

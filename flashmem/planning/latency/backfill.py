@@ -10,10 +10,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from flashmem.planning.arithmetic.clock import Clock, Moves, TimingModel, clock_of
-from flashmem.planning.arithmetic.release_times import held_bytes
+from flashmem.planning.arithmetic.clock import Clock, Moves, TimingModel
+from flashmem.planning.arithmetic.release_times import bytes_in, held_bytes
 from flashmem.schedule.instance import Instance, WeightSpec
 
 _WORK = 20_000
@@ -85,11 +83,11 @@ def backfill(
             trials = [_opened_again(instance, order, stall.at, w, release, best, moves, limit, moving)]
             if int(held[release : best[w.name]].max()) + w.nbytes <= limit:
                 trials.append(({**best, w.name: release}, moves))
-            timed = [(clock_of(instance, *trial).seconds, trial) for trial in trials if trial is not None]
+            timed = [(timing.with_moves(trial[1]).seconds(trial[0]), trial) for trial in trials if trial is not None]
             seconds, trial = min(timed, key=lambda each: each[0], default=(clock.seconds, (best, moves)))
             if seconds < clock.seconds * (1 - _GAIN):
                 best, moves = trial
-                timing = TimingModel(instance, moves)
+                timing = timing.with_moves(moves)
                 clock = timing.clock(best)
                 held = held_bytes(instance, best, moves)
                 break
@@ -114,12 +112,11 @@ def _opened_again(
     """
     rest = [first, *(w for w in order[at:] if w is not first and w.name in moves)]
     found = dict(releases)
-    held = held_bytes(instance, releases, moves)
-    for w in rest:
-        held[releases[w.name] : _waits_until(instance, w, moves)] -= w.nbytes
-    for w in rest:
-        until = _waits_until(instance, w, moves)
-        full = np.flatnonzero(held[release:until] + w.nbytes > limit)
+    ends = [_waits_until(instance, w, moves) for w in rest]
+    waiting = [(releases[w.name], end, w.nbytes) for w, end in zip(rest, ends, strict=True)]
+    held = held_bytes(instance, releases, moves) - bytes_in(waiting, len(instance.layers))
+    for w, until in zip(rest, ends, strict=True):
+        [full] = (held[release:until] > limit - w.nbytes).nonzero()
         release = release + int(full[-1]) + 1 if full.size else release
         if release > (moves[w.name][0][0] if moving is None else w.first_use - 1):
             return None

@@ -163,8 +163,9 @@ class _Spread:
         low = reach[opens - 1]
         high = reach[last]
         wished = low + (high - low) * (np.arange(chunks) + 0.5) / chunks
-        layers, shares = np.unique(opens + np.searchsorted(reach[opens:last], wished), return_counts=True)
-        for layer, share in zip(layers.tolist(), shares.tolist(), strict=True):
+        shares = np.bincount(reach[opens:last].searchsorted(wished))
+        [layers] = shares.nonzero()
+        for layer, share in zip((opens + layers).tolist(), shares[layers].tolist(), strict=True):
             moves[layer] = moves.get(layer, 0) + share
 
 
@@ -193,8 +194,10 @@ _TIE = 1e-9
 
 
 def _read_and_move(instance: Instance, preload: frozenset[str], limit: int, near: int) -> tuple[dict[str, int], Moves, Clock]:
+    unmoved = TimingModel(instance)
+
     def moving(releases: Mapping[str, int]) -> Moves:
-        return late_moves(instance, releases, clock_of(instance, releases), near)
+        return late_moves(instance, releases, unmoved.clock(releases), near)
 
     least = least_in_use(instance, preload)
     for step in range(_STEPS + 1):

@@ -1,8 +1,9 @@
 """Interleaved copy streams: the plan's x_{w,l} as kernel arguments (transfer mode `interleave`; FlashMem section 4.4).
 
-A launch makes up to four copies (`program.lane_places`). Each copies units of one slice from staging to its permanent place:
-texels of an image, or 16-byte words of a plain buffer. Six arguments describe a copy, the last ones of every kernel of the lane
-source: lane_src, lane_dst, lane_first, lane_count, lane_width, lane_pitch (kernels/templates/common/lane.cl.j2).
+A launch makes up to four copies (`program.lane_places`), the first of them between the steps of its work. Each copies rows of
+one slice from staging to its permanent place: rows of an image, or 16-byte words of a plain buffer. Six arguments describe a
+copy, the last ones of every kernel of the lane source: lane_src, lane_dst, lane_first, lane_count, lane_width, lane_pitch
+(kernels/templates/common/lane.cl.j2).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Move:
-    """One copy: units `first` to `first + count` - 1 of `part`. `width` and `pitch` count texels; both are 0 for words."""
+    """One copy: rows `first` to `first + count` - 1 of `part`. `width` and `pitch` count texels; both are 0 for words."""
 
     part: Slice
     first: int
@@ -44,10 +45,10 @@ class Move:
     @property
     def nbytes(self) -> int:
         """Bytes copied."""
-        return self.count * LANE_UNIT[self.kind]
+        return self.count * (self.width or 1) * LANE_UNIT[self.kind]
 
     def numbers(self, kind: LaneKind) -> tuple[int, int, int, int]:
-        """First, count, width and pitch for a stream of `kind`, whose unit may be smaller than a word."""
+        """First row, rows, width and pitch for a stream of `kind`, whose unit may be smaller than a word."""
         words = LANE_UNIT[self.kind] // LANE_UNIT[kind]
         return self.first * words, self.count * words, self.width or 1, self.pitch or 1
 
@@ -67,13 +68,13 @@ class CopyStream:
     @property
     def copy_items(self) -> int:
         """Work-items of that kernel, in whole work-groups."""
-        units = sum(move.numbers(self.kind)[1] for move in self.moves)
+        units = sum(move.nbytes for move in self.moves) // LANE_UNIT[self.kind]
         return min(-(-units // COPY_GROUP) * COPY_GROUP, _MOST_COPY_ITEMS)
 
     def arguments(self, source: Callable[[Slice], T], home: Callable[[Slice], T], number: Callable[[int], T]) -> list[T]:
         """The stream's kernel arguments: memory of each copied slice, numbers as `number` makes them. `source`: its staging.
 
-        An unused place counts no units. Its memory arguments repeat another copy's and are not accessed: a texture that the
+        An unused place has no rows. Its memory arguments repeat another copy's and are not accessed: a texture that the
         kernel reads must not be among those that it may write.
         """
         waiting = list(self.moves)
@@ -166,21 +167,21 @@ def needed_slices(plan: OverlapPlan, moves: Mapping[int, LayerMoves]) -> dict[in
 
 
 def _moves(weight: PlannedWeight, part: Slice) -> list[tuple[int, Move]]:
-    """The chunks of each launch as units: consecutive, and together the whole slice."""
-    width, pitch, units = _geometry(part)
+    """The chunks of each launch as rows, to whole rows of an image: consecutive, and together the whole slice."""
+    width, pitch, rows = _geometry(part)
     moves = []
     chunks = 0
     for layer, count in weight.moves:
-        first = units * chunks // weight.chunks
+        first = rows * chunks // weight.chunks
         chunks += count
-        after = units * chunks // weight.chunks
+        after = rows * chunks // weight.chunks
         if after > first:
             moves.append((layer, Move(part, first, after - first, width, pitch)))
     return moves
 
 
 def _geometry(part: Slice) -> tuple[int, int, int]:
-    """Width and pitch in texels (0 for words), and the number of units."""
+    """Width and pitch in texels (0 for words), and the number of rows."""
     if part.is_image:
-        return part.width, part.row_pitch // TEXEL_BYTES[part.channel], part.width * part.height
+        return part.width, part.row_pitch // TEXEL_BYTES[part.channel], part.height
     return 0, 0, whole_words(part.file_bytes) // WORD

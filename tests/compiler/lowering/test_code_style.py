@@ -81,7 +81,7 @@ def _descriptor(phone: str, code: str, folder: Path) -> str:
 
 STYLES = {
     "plain": 'multiply_add = "fma"',
-    "phone": "samplers = false\nprivate_arrays = false\nvector_loads = true\ndivisions = false\nlongest_row = 24",
+    "phone": "samplers = false\nprivate_arrays = false\nvector_loads = true\nlongest_row = 24",
 }
 LAST = {"mali-g710": "\ncopies_between_steps = false"}
 """Where stream lanes copy after the work."""

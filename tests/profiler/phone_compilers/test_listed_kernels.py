@@ -71,7 +71,7 @@ KNOWN = {
 def _broken(report: CompilerReport) -> set[str]:
     """The rules that kernels break, by name."""
     broken = {f"{name}: does not build" for name in report.failures}
-    spills = {each.kernel: each.spills for each in report.kernels}
+    plain = {each.kernel: each for each in report.kernels}
     for each in report.kernels:
         loop = each.main_loop
         family = each.kernel.partition("-")[0]
@@ -81,8 +81,11 @@ def _broken(report: CompilerReport) -> set[str]:
         if each.emulated:
             broken.add(f"{each.kernel}: emulated")
         if each.kernel.startswith(INTERLEAVED):
-            if each.spills > spills[each.kernel.removeprefix(INTERLEAVED)]:
+            alone = plain[each.kernel.removeprefix(INTERLEAVED)]
+            if each.spills > alone.spills:
                 broken.add(f"{each.kernel}: spills")
+            if loop is not None and alone.main_loop is not None and loop.branches > alone.main_loop.branches:
+                broken.add(f"{each.kernel}: branches")
             continue
         if multiplies and (loop is None or loop.slots_per_mac is None or loop.slots_per_mac >= EMULATED):
             broken.add(f"{each.kernel}: slots")

@@ -35,7 +35,7 @@ def test_adreno_statistics() -> None:
     assert (found.instructions, found.registers, found.spills, found.threads, found.loops) == (128, 28, 0, 16, 1)
     assert found.emulated == 0
     # Four mads of two components each; two scalars and a vector of four floats; 51 instructions, 19 slots of waiting.
-    assert found.main_loop == LoopStatistics(51, 70, 8, 24, 3, 0, 0, 0)
+    assert found.main_loop == LoopStatistics(51, 70, 8, 24, 3, 0, 0, 0, branches=2)
     assert found.main_loop.slots_per_mac == 70 / 8
 
 
@@ -49,12 +49,13 @@ def test_mali_statistics() -> None:
 @pytest.mark.parametrize(
     ("line", "counted"),
     [
-        ("(sy)(rpt3)mad.f16 hr2.x, hr4.w, (r)hr3.z, (r)(last)hr2.x", {"slots": 4, "macs": 4}),
+        ("(sy)(rpt3)mad.f16 hr2.x, hr4.w, (r)hr3.z, (r)(last)hr2.x", {"slots": 4, "macs": 4, "half_macs": 4}),
         ("(nop2) isam.s2en.mode0.base0 (f32)(xyzw)r3.x, r1.z, a1.x", {"slots": 3, "textures": 1}),
         ("(ss)(rpt2)nop", {"slots": 3}),
         ("ldp.u32 r1.x, p[r0.x], 4", {"slots": 1, "stack": 1}),
         ("stl.f32 l[r0.x+4], r1.x, 1", {"slots": 1, "local": 1}),
         ("ldg.u16 hr1.x, g[r4.x], 4", {"slots": 1, "loads": 1, "load_bytes": 8}),
+        ("(ss)br !p0.y, #l788", {"slots": 1, "branches": 1}),
         ("ldg.a.u32 r1.x, g[c0.x+(r4.x)<<2], 2", {"slots": 1, "loads": 1, "load_bytes": 8}),
     ],
 )
