@@ -21,7 +21,7 @@ from flashmem.bundle import cache
 from flashmem.bundle.bundle import Bundle
 from flashmem.bundle.language import BATCH_TOKENS, CHECKED_TOKENS, IDS, MOST_ROWS, PROMPT_TOKENS, is_language_folder
 from flashmem.bundle.working_folder import working_folder
-from flashmem.compiler.options import Options
+from flashmem.compiler.options import Options, RefusedKernel
 from flashmem.compiler.selection.tuning_database import content_hash
 from flashmem.options import resolve
 from flashmem.request.request import BundleRequest
@@ -55,7 +55,7 @@ class Compilation:
         """The resolved request; it is the same for all variants."""
         return self.variants[0].request
 
-    def refusing(self, refused: Mapping[str, str]) -> Compilation:
+    def refusing(self, refused: Mapping[str, RefusedKernel]) -> Compilation:
         """The same without these kernels, where others are in their place."""
         return replace(self, variants=tuple(replace(each, refused=refused) for each in self.variants))
 

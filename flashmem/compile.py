@@ -31,7 +31,7 @@ from flashmem.compiler.frontend.mapped_file import load_mapped
 from flashmem.compiler.frontend.quantize import quantised
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.lowering.generated import Generated, write_constants, write_weights
-from flashmem.compiler.options import Options
+from flashmem.compiler.options import Options, RefusedKernel
 from flashmem.compiler.passes.quantised_caches import quantised_states
 from flashmem.compiler.stages.dump import StageFolder
 from flashmem.compiler.stages.pipeline import GroupedGraph
@@ -47,6 +47,7 @@ from flashmem.request.limits import Limits
 from flashmem.request.request import BundleRequest, CompileCall
 from flashmem.runtime.kernels.ahead_of_time import BuildRequest, BuildResult, KernelBuilder
 from flashmem.runtime.kernels.ahead_of_time import with_binaries as carrying
+from flashmem.runtime.kernels.verdicts import Finding
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 
@@ -72,29 +73,24 @@ def compile(call: CompileCall) -> Bundle:
             _dump_stages(source, filed, dump)
     with KernelBuilder(call.device, lambda fraction: progress("build kernels", fraction)) as kernels:
 
-        def make(place: Path) -> Bundle:
-            hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_language else ""
-            asked = compilation.refusing(refused)
-            with asked.in_a_file(place) as filed, _as_onnx(filed, beside=place) as source, adding(after=hint):
-                if filed is not asked:
-                    source = replace(source, meta={**source.meta, "model_path": ""})
-                read = _read(source, filed, progress)
-                return _compile(filed, source, read, place, progress, kernels if call.build else None)
+        def find(refused: Mapping[str, Finding]) -> Bundle:
+            asked = compilation.refusing(
+                {name: RefusedKernel(each.wrong, each.options is not None) for name, each in refused.items()}
+            )
 
-        def find() -> Bundle:
+            def make(place: Path) -> Bundle:
+                hint = "; a cache of fewer tokens (--max-length) needs less" if compilation.is_language else ""
+                with asked.in_a_file(place) as filed, _as_onnx(filed, beside=place) as source, adding(after=hint):
+                    if filed is not asked:
+                        source = replace(source, meta={**source.meta, "model_path": ""})
+                    read = _read(source, filed, progress)
+                    return _compile(filed, source, read, place, progress, kernels if call.build else None)
+
             return find_or_make(compilation.name, make, compilation.describes) if call.output is None else make(call.output)
 
-        refused = kernels.wrong(compilation.variants[0].descriptor.name) if call.build else {}
-        bundle = find()
         if not call.build:
-            return bundle
-        for rounds in range(MOST_ROUNDS, -1, -1):
-            built = kernels.finish(bundle, refused if rounds else None)
-            if built is None or built.wrong.keys() <= refused.keys() or not rounds:
-                break
-            refused = {**refused, **{name: finding.wrong for name, finding in built.wrong.items()}}
-            forget(bundle.files)  # if it is in the cache
-            bundle = find()
+            return find({})
+        bundle, built = _find_right(find, kernels, compilation.variants[0].descriptor.name)
         if built is not None:
             _warn_of_miscompiled(built, bundle)
         return carrying(bundle, built) if call.with_binaries else bundle
@@ -104,10 +100,31 @@ MOST_ROUNDS = 3
 """How often a model is compiled again because kernels were found to be wrong: each time other configs are chosen for these."""
 
 
+def _find_right(
+    find: Callable[[Mapping[str, Finding]], Bundle], kernels: KernelBuilder, descriptor: str
+) -> tuple[Bundle, BuildResult | None]:
+    """The bundle that `find` makes without kernels that are wrong, as far as other configs give right ones; and what was built.
+
+    `find` is called again for what its last bundle showed to be wrong.
+    """
+    refused: Mapping[str, Finding] = kernels.wrong(descriptor)
+    bundle = find(refused)
+    for _ in range(MOST_ROUNDS):
+        built = kernels.finish(bundle, refused)
+        if built is None or built.of_configs.keys() <= refused.keys():
+            return bundle, built
+        refused = {**refused, **built.of_configs}
+        forget(bundle.files)  # if it is in the cache
+        bundle = find(refused)
+    return bundle, kernels.finish(bundle)
+
+
 def _warn_of_miscompiled(built: BuildResult, bundle: Bundle) -> None:
     used = {name for each in bundle.variants for name in each.source.kernels}
     for name, finding in built.wrong.items():
         instead = "which is compiled without optimisation there" if name in used else "and another one is in its place"
+        if finding.of_chain:
+            instead = "and the kernels that it joins are in its place"
         warnings.warn(
             f"the driver of {built.device.name} miscompiles the kernel {name}, {instead}: {finding.wrong}",
             FlashmemWarning,

@@ -13,17 +13,25 @@ from flashmem.target.descriptor import DeviceDescriptor
 
 
 @dataclass(frozen=True)
+class RefusedKernel:
+    """A kernel that the driver of the device miscompiles: how, and whether it is right without optimisation."""
+
+    wrong: str
+    unoptimised: bool
+
+
+@dataclass(frozen=True)
 class Options:
     """What a shape variant is compiled for: the device as data, `mode` to plan for, what else was asked, and its `shapes`.
 
-    `refused`: names of kernels that the driver of the device miscompiles, and the reason.
+    `refused`: kernels that the driver of the device miscompiles, by name.
     """
 
     descriptor: DeviceDescriptor
     mode: TransferMode
     request: BundleRequest = field(default_factory=BundleRequest)
     shapes: Mapping[str, Shape] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, RefusedKernel] = field(default_factory=dict)
 
     def changed(self, **changes: Any) -> Self:
         """The same with other values of some fields of the request."""

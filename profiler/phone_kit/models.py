@@ -1,4 +1,6 @@
-"""The models of the phone kit, as ONNX: every kernel family, contractions in half precision, and one to stream."""
+"""The models of the phone kit, as ONNX: every kernel family, contractions in half precision, weights in ggml's blocks, and one
+to stream.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,9 @@ import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
 
+from flashmem.compiler.ir.blocks import FORMATS
+from flashmem.compiler.ir.blocks.places import bit_places
+
 Array = NDArray[Any]
 
 STREAMED_LAYERS = 12
@@ -20,18 +25,29 @@ STREAMED_WIDTH = 1024
 
 @dataclass(frozen=True)
 class KitModel:
-    """A model with its inputs. `precision`: what a bundle of it stores."""
+    """A model with its inputs. `precision`: what a bundle of it stores.
+
+    `plain`: the same model of ONNX's operators alone, for ONNX Runtime, where `proto` has others.
+    """
 
     name: str
     proto: onnx.ModelProto
     inputs: dict[str, Array]
     precision: Literal["fp32", "fp16"] = "fp32"
+    plain: onnx.ModelProto | None = None
 
     def save(self, folder: Path) -> Path:
         """Write the model to `folder`; returns its path."""
-        path = folder / f"{self.name}.onnx"
-        path.write_bytes(self.proto.SerializeToString())
-        return path
+        return _save(self.proto, folder / f"{self.name}.onnx")
+
+    def save_plain(self, folder: Path) -> Path:
+        """Write the model that ONNX Runtime runs to `folder`; returns its path."""
+        return _save(self.plain or self.proto, folder / f"{self.name}-plain.onnx")
+
+
+def _save(proto: onnx.ModelProto, path: Path) -> Path:
+    path.write_bytes(proto.SerializeToString())
+    return path
 
 
 @dataclass
@@ -113,6 +129,60 @@ def half() -> KitModel:
     n = _Nodes(2)
     _contractions(n)
     return n.model("half", "fp16")
+
+
+BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q4_K", "Q6_K")
+"""The kinds of blocks in a kit: every form of codes, scales and minima."""
+
+
+def blocks() -> KitModel:
+    """Products of one row and of eight with weights in ggml's blocks, and rows of tables in them."""
+    return KitModel("blocks", _of_blocks(plain=False), _block_inputs(), plain=_of_blocks(plain=True))
+
+
+def _block_inputs() -> dict[str, Array]:
+    random = np.random.default_rng(4)
+    floats = {f"x{rows}": random.standard_normal((rows, 512), np.float32) for rows in (1, 8)}
+    return {**floats, "ids": np.array([3, 0, 39, 7, 7])}
+
+
+def _of_blocks(*, plain: bool) -> onnx.ModelProto:
+    nodes: list[onnx.NodeProto] = []
+    constants: list[onnx.TensorProto] = []
+    outputs: list[onnx.ValueInfoProto] = []
+
+    def out(op: str, name: str, shape: tuple[int, int], *inputs: str, **attributes: Any) -> None:
+        nodes.append(helper.make_node(op, list(inputs), [name], **attributes))
+        outputs.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape))
+
+    for number, kind in enumerate(BLOCKS):
+        data = block_bytes(kind, 40, 512, number)
+        if plain:
+            constants.append(numpy_helper.from_array(FORMATS[kind].floats(data), f"{kind}.w"))
+        else:
+            constants.append(numpy_helper.from_array(data, f"{kind}.blocks"))
+            nodes.append(helper.make_node("Blocks", [f"{kind}.blocks"], [f"{kind}.w"], domain="flashmem", kind=kind))
+        nodes.append(helper.make_node("Transpose", [f"{kind}.w"], [f"{kind}.t"], perm=[1, 0]))
+        for rows in (1, 8):
+            out("MatMul", f"{kind}.{rows}", (rows, 40), f"x{rows}", f"{kind}.t")
+        out("Gather", f"{kind}.rows", (5, 512), f"{kind}.w", "ids", axis=0)
+    inputs = [
+        helper.make_tensor_value_info(key, helper.np_dtype_to_tensor_dtype(data.dtype), data.shape)
+        for key, data in _block_inputs().items()
+    ]
+    opsets = [helper.make_opsetid("", 21), *([] if plain else [helper.make_opsetid("flashmem", 1)])]
+    graph = helper.make_graph(nodes, "blocks", inputs, outputs, constants)
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def block_bytes(kind: str, rows: int, depth: int, seed: int) -> NDArray[np.uint8]:
+    """Blocks of random bytes, [rows, bytes], with scales of 2^-9 to 2^-8, so that sums are moderate."""
+    random = np.random.default_rng(seed)
+    made, places = FORMATS[kind], bit_places(FORMATS[kind])
+    data = random.integers(0, 256, (rows * depth // made.weights, made.nbytes), np.uint8)
+    for at in (places.scale, places.minimum) if made.has_minimum else (places.scale,):
+        data[:, at + 1] = 0x18 | data[:, at + 1] & 3
+    return data.reshape(rows, -1)
 
 
 def streamed(layers: int = STREAMED_LAYERS, width: int = STREAMED_WIDTH) -> KitModel:

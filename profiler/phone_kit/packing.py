@@ -26,7 +26,7 @@ from flashmem.tools.verify import check_installed, reference
 from ..packing import write_kit
 from . import start
 from .contents import ABOUT, OTHER, STREAMED, VERSION
-from .models import KitModel, families, half, streamed
+from .models import KitModel, blocks, families, half, streamed
 
 PHONES = (
     "adreno540", "adreno730", "adreno740", "adreno750", "adreno830", "mali-g710", "mali-g715", "mali-g720", OTHER,
@@ -44,7 +44,7 @@ Progress = Callable[[str, float], None]
 
 def make_models() -> tuple[KitModel, ...]:
     """The models of a kit."""
-    return families(), half(), streamed()
+    return families(), half(), blocks(), streamed()
 
 
 def write_phone_kit(
@@ -82,7 +82,9 @@ def _save_model(model: KitModel, folder: Path) -> Path:
     path = model.save(folder)
     names = [output.name for output in model.proto.graph.output]
     np.savez_compressed(folder / f"{model.name}-inputs.npz", **model.inputs)  # type: ignore[arg-type]
-    answers = dict(zip(names, reference(path, model.inputs, names), strict=True))
+    plain = model.save_plain(folder)
+    answers = dict(zip(names, reference(plain, model.inputs, names), strict=True))
+    plain.unlink()
     np.savez_compressed(folder / f"{model.name}-answers.npz", **answers)
     return path
 

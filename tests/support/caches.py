@@ -17,8 +17,7 @@ from flashmem.program.kernel_text import Source
 from flashmem.program.program import Program
 from flashmem.request.opening import SessionCall
 from flashmem.request.request import CompileCall
-from flashmem.runtime.engine import opened
-from flashmem.runtime.kernels import ahead_of_time, chains
+from flashmem.runtime.kernels import chains, device_chains
 from flashmem.runtime.kernels.cache import Build, CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
 from flashmem.runtime.kernels.required import RequiredKernel
@@ -131,8 +130,7 @@ def launches_chained(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _set_chains(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
-    monkeypatch.setattr(opened, "with_chains", function)
-    monkeypatch.setattr(ahead_of_time, "with_chains", function)
+    monkeypatch.setattr(device_chains, "with_chains", function)
 
 
 def rates_as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:

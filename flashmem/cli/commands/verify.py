@@ -10,6 +10,7 @@ from flashmem.bundle.bundle import Bundle
 from flashmem.cli.output.console import emit_json, print_table
 from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
 from flashmem.runtime.kernels.checks import CheckedKernel
+from flashmem.runtime.kernels.verdicts import Finding
 from flashmem.runtime.request.options import device_here
 
 
@@ -23,7 +24,7 @@ def verify_bundle(path: Path, device: str, *, again: bool, seconds: float | None
     bundle = Bundle.open(path)
     found_device = device_here(device, prefer=bundle.descriptor.name)
     checked = check_bundle_kernels(bundle, found_device, again=again, seconds=seconds)
-    usable = all(not each.finding.wrong or each.finding.options is not None for each in checked)
+    usable = all(not each.finding.wrong or _in_its_place(each.finding) for each in checked)
     if as_json:
         kernels = [_as_json(each) for each in checked]
         emit_json({"device": found_device.name, "driver": found_device.key, "ok": usable, "kernels": kernels})
@@ -32,10 +33,16 @@ def verify_bundle(path: Path, device: str, *, again: bool, seconds: float | None
     print_table(("kernel", "work-items", "elements compared", "result"), rows)
     wrong = {each.trial.name: each.finding for each in checked if each.finding.wrong}
     for name, finding in wrong.items():
-        use = "is used without optimisation" if finding.options is not None else "is not used: no build of it is right"
-        print(f"{name} {use}. {finding.wrong}")
+        print(f"{name} is miscompiled; {_in_its_place(finding) or 'no build of it is right'}. {finding.wrong}")
     print(f"{len(checked)} launches on {found_device.name}: {len(wrong)} kernels miscompiled")
     return usable
+
+
+def _in_its_place(finding: Finding) -> str:
+    """What is used in the place of a wrong kernel, or ""."""
+    if finding.of_chain:
+        return "the kernels that it joins are used"
+    return "it is used without optimisation" if finding.options is not None else ""
 
 
 def _result(each: CheckedKernel) -> str:
@@ -58,5 +65,5 @@ def _size(each: CheckedKernel) -> str:
 def _as_json(each: CheckedKernel) -> dict[str, Any]:
     return {
         "kernel": each.trial.name, "size": each.trial.size, "known": each.known, "wrong": each.finding.wrong,
-        "options": each.finding.options, **{key: value for key, value in asdict(each.verdict).items() if key != "wrong"},
+        "instead": _in_its_place(each.finding), **{key: value for key, value in asdict(each.verdict).items() if key != "wrong"},
     }  # fmt: skip

@@ -105,7 +105,8 @@ def _notes_of_refused(options: Options, selector: KernelSelector, generated: Gen
     used = {name: "is compiled without optimisation" for name in generated.source.kernels if name in options.refused}
     left_out = {name: "is left out for a kernel of another config" for name in selector.left_out}
     return [
-        f"{name} {what}, because the driver miscompiles it: {options.refused[name]}" for name, what in (left_out | used).items()
+        f"{name} {what}, because the driver miscompiles it: {options.refused[name].wrong}"
+        for name, what in (left_out | used).items()
     ]
 
 

@@ -20,6 +20,7 @@ _MODULES = ("configs", "tensor_cores")
 
 _KINDS: dict[str, type[KernelConfig]] = {}
 _PLAIN: dict[str, Plain] = {}
+_LEAST: dict[str, Callable[[str], KernelConfig]] = {}
 
 Plain = Callable[[DeviceDescriptor, str], tuple[KernelConfig, ...]]
 """The configs of a device for workloads of a family (`Workload.family`) that the listed ones cannot compute."""
@@ -44,6 +45,16 @@ def register_plain(*families: str) -> Callable[[Plain], Plain]:
     return registered
 
 
+def register_least(*families: str) -> Callable[[Callable[[str], KernelConfig]], Callable[[str], KernelConfig]]:
+    """Register the function that makes, for kernel families, the config that asks the least of a compiler."""
+
+    def registered(least: Callable[[str], KernelConfig]) -> Callable[[str], KernelConfig]:
+        _LEAST.update(dict.fromkeys(families, least))
+        return least
+
+    return registered
+
+
 def kinds() -> Mapping[str, type[KernelConfig]]:
     """The classes of configs by kind."""
     load_families(*_MODULES)
@@ -54,6 +65,12 @@ def plain_of(family: str) -> Plain | None:
     """What makes the plain configs of `family`; None if it has no configs."""
     load_families(*_MODULES)
     return _PLAIN.get(family)
+
+
+def least_config(family: str) -> KernelConfig | None:
+    """The config of `family` that asks the least of a compiler; None if it has none but its plain one."""
+    load_families(*_MODULES)
+    return _LEAST[family](family) if family in _LEAST else None
 
 
 def config_of(table: ConfigTable, where: str) -> KernelConfig:

@@ -1,7 +1,8 @@
 """Kernel selector: chooses a config for each workload of one model, by the cost of a first answer or of later ones.
 
 A model is generated once to collect its requests. If the best configs for all of them together differ, it is generated again.
-So it is if one of its kernels is known to be miscompiled, with the next best config for that kernel's requests.
+So it is if one of its kernels is known to be miscompiled, with the next best config for that kernel's requests. The last one,
+or the third, is the config that asks the least of a compiler: no local memory, no work-groups, tiles of one row.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flashmem.base.types import Optimize
 from flashmem.compiler.configs.config import KernelConfig
+from flashmem.compiler.configs.kinds import least_config
 from flashmem.compiler.configs.listed import configs_of, plain_configs
 from flashmem.compiler.configs.workload import TF32, Workload
 from flashmem.compiler.kernels.contraction.configs import Contraction, Winograd
+from flashmem.compiler.options import RefusedKernel
 from flashmem.compiler.selection.configs import seconds
 from flashmem.target.descriptor import DeviceDescriptor
 
@@ -27,6 +31,9 @@ RUNS = 100
 
 WORTH = 0.02
 """The least fraction of its time that another kernel must save in later runs."""
+
+MOST_WRONG = 2
+"""Configs for one request whose kernels are wrong, before the least one is tried: each takes another compilation."""
 
 MOST_PADDING = 2
 """The most bytes of packed weights of a grouped convolution, as a multiple of their elements."""
@@ -62,7 +69,7 @@ class KernelRequest:
 class KernelSelector:
     """Selects kernel configs for one model on one device. `limited`: memory is limited, so no config may enlarge weights.
 
-    `refused`: names of kernels that the device's driver miscompiles.
+    `refused`: kernels that the device's driver miscompiles, by name.
     """
 
     def __init__(
@@ -71,13 +78,13 @@ class KernelSelector:
         optimize: Optimize = "steady",
         *,
         limited: bool = False,
-        refused: frozenset[str] = frozenset(),
+        refused: Mapping[str, RefusedKernel] = MappingProxyType({}),
     ) -> None:
         self._descriptor = descriptor
         self._limited = limited
         self._optimize = optimize
         self.refused = refused
-        self._avoided: dict[KernelRequest, set[KernelConfig]] = defaultdict(set)
+        self._avoided: dict[KernelRequest, dict[KernelConfig, RefusedKernel]] = defaultdict(dict)
         self._recent: set[KernelRequest] = set()
         self.left_out: dict[str, None] = {}
         """Names of refused kernels for which other configs were looked for."""
@@ -122,13 +129,13 @@ class KernelSelector:
     def avoid(self, kernel: str, requests: Iterable[KernelRequest]) -> bool:
         """Select other configs for these requests, of which the refused `kernel` came. Returns whether any has another one.
 
-        A request of which all configs were refused has the best of them again.
+        A request of which all configs were refused has the best one again of those that are right without optimisation.
         """
         before = dict(self._answers)
         self.left_out[kernel] = None
         for request in requests:
             if request in self._answers:
-                self._avoided[request].add(self._answers.pop(request))
+                self._avoided[request][self._answers.pop(request)] = self.refused[kernel]
                 self._answers[request] = self._answer(request)
         return before != self._answers
 
@@ -191,10 +198,31 @@ class KernelSelector:
             listed = dict.fromkeys((*times, *configs_of(self._descriptor, workload.family), plain))
             there = [config for config in listed if packed_form(workload, config) in request.forms]
             times = {config: times.get(config, max(times.values(), default=0.0)) for config in there} or times
-        times = times or {plain: 0.0}
-        times = {config: time for config, time in times.items() if config not in self._avoided.get(request, ())} or times
+        right = self._right(request, times or {plain: 0.0}, plain)
         rate = self._weights_rate
-        return {config: time + packed_bytes(workload, config) / rate for config, time in times.items()}
+        return {config: time + packed_bytes(workload, config) / rate for config, time in right.items()}
+
+    def _right(
+        self, request: KernelRequest, times: Mapping[KernelConfig, float], plain: KernelConfig
+    ) -> Mapping[KernelConfig, float]:
+        """The configs of `times` whose kernels are not known to be wrong; the least one after `MOST_WRONG` of them, or all.
+
+        Where none is left, those that are right without optimisation.
+        """
+        avoided = self._avoided.get(request)
+        if not avoided:
+            return times
+        least = least_config(request.workload.family) or plain
+        left = {config: time for config, time in times.items() if config not in avoided}
+        fits = not request.forms or packed_form(request.workload, least) in request.forms
+        if fits and least not in avoided and (len(avoided) >= MOST_WRONG or not left):
+            return {least: max(times.values())}
+        times = {**times, **({least: max(times.values())} if fits else {})}
+        return (
+            left
+            or {config: time for config, time in times.items() if config in avoided and avoided[config].unoptimised}
+            or times
+        )
 
     @property
     def _weights_rate(self) -> float:

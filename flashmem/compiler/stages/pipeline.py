@@ -115,8 +115,7 @@ class Pipeline:
         """Programs under `options`, with a selector of their own."""
         limits = options.request
         limited = limits.budget is not None or limits.m_peak is not None
-        refused = frozenset(options.refused)
-        selector = KernelSelector(options.descriptor, limits.optimize, limited=limited, refused=refused)
+        selector = KernelSelector(options.descriptor, limits.optimize, limited=limited, refused=options.refused)
         return cls(grouped, options, selector, earlier=earlier)
 
     def drafted(self) -> Generated:

@@ -145,8 +145,7 @@ class TrialRun:
             return _Memory(argument, parameter, drawn_texels(width, height, channel, salt)[None], written)
         weights = argument.place.startswith(("slice", "staging"))
         draws = DRAWS[:1] if weights and not written else DRAWS
-        guarded = np.empty((len(draws), argument.nbytes + 2 * GUARD), np.uint8)
-        guarded[:, :GUARD] = guarded[:, GUARD + argument.nbytes :] = _GUARD
+        guarded = new_guarded(len(draws), argument.nbytes)
         for row, draw in zip(guarded, draws, strict=True):
             row[GUARD : GUARD + argument.nbytes] = drawn_bytes(
                 argument.nbytes, parameter.type.name, draw, salt, weights=weights
@@ -377,6 +376,13 @@ def forms(context: Context, text: str) -> tuple[tuple[str, str], ...]:
 
 
 _FORMS = ("FM_DOT_UNSIGNED",)
+
+
+def new_guarded(draws: int, nbytes: int) -> Bytes:
+    """Memory for `draws` contents of `nbytes` bytes, each between guards."""
+    guarded = np.empty((draws, nbytes + 2 * GUARD), np.uint8)
+    guarded[:, :GUARD] = guarded[:, GUARD + nbytes :] = _GUARD
+    return guarded
 
 
 _GUARD: Bytes = np.tile(np.frombuffer(b"\xa5\x5a\xc3\x3c", np.uint8), GUARD // 4)

@@ -16,7 +16,8 @@ class TrialArgument:
     """One argument of a launch.
 
     `kind` is "buffer", "image", "int" or "float". `value` of a number; `shape` of a texture: width, height and channel type;
-    `nbytes` of a buffer, of which a kernel may write the first `writable`. Arguments of the same `place` are the same memory.
+    `nbytes` of a buffer, of which a kernel may write the first `writable`. Arguments of the same `place` are the same memory;
+    that of a chain's part begins at `offset` there.
     """
 
     kind: str
@@ -25,16 +26,18 @@ class TrialArgument:
     writable: int = 0
     shape: tuple[int, int, str] = (0, 0, "")
     place: str = ""
+    offset: int = 0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One launch of one kernel."""
+    """One launch of one kernel. `parts`: of a chain, the launches that it is in the place of."""
 
     name: str
     text: str
     size: Size
     arguments: tuple[TrialArgument, ...]
+    parts: tuple[Trial, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -46,7 +49,8 @@ class Trial:
         """A hash of all that decides the result: the same launch of another model has it too."""
         places: dict[str, int] = {}
         known = [{**asdict(each), "place": places.setdefault(each.place, len(places))} for each in self.arguments]
-        return hashlib.sha256(json.dumps([self.text, self.size, known]).encode()).hexdigest()
+        parts = [part.key for part in self.parts]
+        return hashlib.sha256(json.dumps([self.text, self.size, known, parts]).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """The trial as JSON data."""
@@ -57,14 +61,16 @@ class Trial:
         """The trial that `to_json` wrote."""
         whole, group = data["size"]
         arguments = tuple(TrialArgument(**{**each, "shape": tuple(each["shape"])}) for each in data["arguments"])
-        return cls(data["name"], data["text"], (tuple(whole), None if group is None else tuple(group)), arguments)
+        size = tuple(whole), None if group is None else tuple(group)
+        return cls(data["name"], data["text"], size, arguments, tuple(map(cls.from_json, data["parts"])))
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The result of a check: `wrong` says what a kernel did, or is "" if all is right.
 
-    `compared` counts elements that were compared with the interpreter, `twin` those compared with the unoptimised kernel's.
+    `compared` counts elements that were compared with the interpreter, `twin` those compared with the unoptimised kernel's, or
+    with what a chain's parts write.
     `whole`: all elements were. `note`: what could not be checked.
     """
 

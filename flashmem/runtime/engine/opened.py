@@ -20,7 +20,7 @@ from flashmem.runtime.engine.ports import ArrayTypes, array_types
 from flashmem.runtime.kernels.builds import build_apart
 from flashmem.runtime.kernels.cache import CachedKernels
 from flashmem.runtime.kernels.cache_files import ProgramCache
-from flashmem.runtime.kernels.chains import with_chains
+from flashmem.runtime.kernels.device_chains import chained
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.kernels.verdicts import Verdicts
 from flashmem.runtime.opencl.device import Device
@@ -71,9 +71,7 @@ class OpenedBundle:
         Raises:
             BundleError: the weight file is missing, or its length has changed.
         """
-        program, source = with_chains(
-            program_on(bundle.program, device), bundle.source, bundle.descriptor, device.compute_units
-        )
+        program, source = chained(program_on(bundle.program, device), bundle.source, bundle.descriptor, device)
         self.bundle = bundle
         self.program = program
         self.source = source

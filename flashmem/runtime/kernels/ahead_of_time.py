@@ -19,8 +19,8 @@ from flashmem.program.program import Program
 from flashmem.runtime.kernels.builds import build_jobs
 from flashmem.runtime.kernels.cache import kernel_key
 from flashmem.runtime.kernels.cache_files import ProgramCache, packed_entries
-from flashmem.runtime.kernels.chains import with_chains
 from flashmem.runtime.kernels.checks import ProgramChecks
+from flashmem.runtime.kernels.device_chains import chained
 from flashmem.runtime.kernels.pool import ChildPool
 from flashmem.runtime.kernels.required import RequiredKernel, required_kernels
 from flashmem.runtime.kernels.steady import new_kernels
@@ -51,6 +51,11 @@ class BuildResult:
     keys: tuple[str, ...]
     built: int
     wrong: Mapping[str, Finding]
+
+    @property
+    def of_configs(self) -> dict[str, Finding]:
+        """The kernels among `wrong` in whose place another compilation can have others: all but chains, which have parts."""
+        return {name: each for name, each in self.wrong.items() if not each.of_chain}
 
 
 @dataclass(frozen=True)
@@ -108,10 +113,10 @@ class KernelBuilder:
         while self._pool is not None and self._pool.step(wait=False):
             self._report(self._pool.fraction)
 
-    def wrong(self, descriptor: str) -> dict[str, str]:
-        """Kernels that the driver of a local device is known to miscompile, and how; none if there is no such device."""
+    def wrong(self, descriptor: str) -> dict[str, Finding]:
+        """What is known of kernels that the driver of a local device miscompiles, by name."""
         device = device_for(descriptor, self._asked)
-        return {} if device is None else {each.name: each.wrong for each in Verdicts(device).wrong.values()}
+        return {} if device is None else {each.name: each for each in Verdicts(device).wrong.values()}
 
     def finish(self, bundle: Bundle, known: Collection[str] | None = None) -> BuildResult | None:
         """Wait until all kernels of `bundle` are in the program cache, and a sample of each is checked.
@@ -153,7 +158,7 @@ class KernelBuilder:
                 end = monotonic() + min(MOST_SECONDS, SHARE * (monotonic() - self._begun))
             while self._pool.step(until=end):
                 self._report(self._pool.fraction)
-            if known is not None and not self._wrong.keys() <= set(known):
+            if known is not None and not {name for name, each in self._wrong.items() if not each.of_chain} <= set(known):
                 break
             self._pool.check("compile with --no-build to leave the kernels to the first run")
         return BuildResult(device, tuple(keys), len(self._built), self._wrong)
@@ -196,12 +201,15 @@ class KernelBuilder:
             self._cache.trim()
 
 
-def kernels_of(request: BuildRequest, device: Device) -> tuple[Program, tuple[RequiredKernel, ...]] | None:
-    """The program as `device` runs it, and the kernels of a session without options: first and later runs, copies, chains.
+def kernels_of(
+    request: BuildRequest, device: Device, *, all_chains: bool = False
+) -> tuple[Program, tuple[RequiredKernel, ...]] | None:
+    """The program as `device` runs it, and the kernels of a session without options: first and later runs, copies, chains;
+    with `all_chains`, also those that are known to be wrong.
 
     None: the device cannot run it, or kernels with stream lanes are not known yet.
     """
-    program, source = with_chains(request.program, request.source, request.descriptor, device.compute_units)
+    program, source = chained(request.program, request.source, request.descriptor, device, all_of_them=all_chains)
     try:
         mode = choose_mode(
             descriptor_for(device, request.descriptor.probed),

@@ -17,7 +17,7 @@ def program_checks(bundle: Bundle, device: Device) -> list[ProgramChecks]:
     """
     checks: list[ProgramChecks] = []
     for request in requests_of(bundle):
-        made = kernels_of(request, device)
+        made = kernels_of(request, device, all_chains=True)
         if made is None:
             raise UserError(
                 f"{bundle.path} is for {bundle.descriptor.name}, and {device.name} cannot run it as it is; compile the "

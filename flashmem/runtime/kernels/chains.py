@@ -88,6 +88,17 @@ def with_chains(program: Program, source: Source, descriptor: DeviceDescriptor, 
     )
 
 
+def joined_launches(name: str, program: Program) -> tuple[Launch, ...]:
+    """The launches that the chain of this name is in the place of; none if it is the name of another kernel."""
+    chain = next((each for each in program.steady if each.launch.kernel == name and is_chain(each.launch)), None)
+    return () if chain is None else program.launches[chain.first - 1 : chain.last]
+
+
+def is_chain(launch: Launch) -> bool:
+    """Whether the launch is a chain: no other has whole memories."""
+    return any(arg.kind == "whole" for arg in launch.args)
+
+
 class _Seconds:
     """Estimated time of a launch on one core, and of what all cores save."""
 

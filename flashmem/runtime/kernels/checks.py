@@ -1,13 +1,13 @@
 """Checks of kernels in child processes, and what follows from them.
 
 The kernel that is checked is the binary of the program cache that sessions will use. A kernel that is wrong is checked without
-optimisation too, and used so if that is right.
+optimisation too, and used so if that is right. A chain that is wrong is not used.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -36,18 +36,22 @@ class CheckedKernel:
     known: bool = False
 
 
+Reader = Callable[[], bytes | None]
+"""Gives the binary of a kernel, if there is one."""
+
+
 class CheckJob(Job):
     """Checks launches of one kernel, which are not known to be right.
 
-    `read` gives its binary, if there is one. `whole`: compare all elements. If not, those that the interpreter executes, which
-    asks for no second compiler.
+    `readers`: by name, of the kernel and of a chain's parts. `whole`: compare all elements. If not, those that the interpreter
+    executes, which asks for no second compiler; of a chain, one of the draws.
     """
 
     def __init__(
         self,
         trials: Sequence[Trial],
         options: Sequence[str],
-        read: Callable[[], bytes | None] = lambda: None,
+        readers: Mapping[str, Reader],
         *,
         whole: bool = True,
         end: float | None = None,
@@ -55,7 +59,7 @@ class CheckJob(Job):
     ) -> None:
         self.trials = trials
         self._options = options
-        self._read = read
+        self._readers = readers
         self._end = end
         self._keep = keep
         self._whole = whole
@@ -65,35 +69,37 @@ class CheckJob(Job):
 
     def run(self, worker: KernelWorker) -> str | None:
         """Check, and if a launch is wrong, check all of them without optimisation."""
-        file = self._file(worker.folder)
-        self.verdicts = self._verdicts_with(worker, self._options, file, self._end)
-        if file is not None:
+        binaries = self._write_binaries(worker.folder)
+        self.verdicts = self._verdicts_with(worker, self._options, binaries, self._end)
+        for file in binaries.values():
             file.unlink(missing_ok=True)
-        if self.wrong:
-            slow = self._verdicts_with(worker, (*self._options, UNOPTIMISED), None, None).values()
+        if self.wrong and not self.trials[0].parts:
+            slow = self._verdicts_with(worker, (*self._options, UNOPTIMISED), {}, None).values()
             if not any(each.wrong for each in slow) and any(each.compared for each in slow):
                 self.repaired = (UNOPTIMISED,)
         return None
 
-    def _file(self, folder: Path) -> Path | None:
-        """A file with the binary; None if there is none, or no room for it, and the child builds the kernel."""
-        binary = self._read()
-        file = folder / hashlib.sha256(self.trials[0].text.encode()).hexdigest()
-        try:
-            if binary is not None:
-                file.write_bytes(binary)
-                return file
-        except OSError:
-            file.unlink(missing_ok=True)
-        return None
+    def _write_binaries(self, folder: Path) -> dict[str, Path]:
+        """Files with the binaries, by kernel. The child builds a kernel of which there is none, or no room for it."""
+        found: dict[str, Path] = {}
+        checked = hashlib.sha256(self.trials[0].text.encode()).hexdigest()
+        for name, read in self._readers.items():
+            file = folder / f"{checked}.{name}"
+            try:
+                if (binary := read()) is not None:
+                    file.write_bytes(binary)
+                    found[name] = file
+            except OSError:
+                file.unlink(missing_ok=True)
+        return found
 
     def _verdicts_with(
-        self, worker: KernelWorker, options: Sequence[str], binary: Path | None, end: float | None
+        self, worker: KernelWorker, options: Sequence[str], binaries: Mapping[str, Path], end: float | None
     ) -> dict[str, Verdict]:
         return {
             trial.key: Verdict(note="not checked: no time was left")
             if end is not None and monotonic() > end
-            else _ask(worker, trial, options, binary, whole=self._whole)
+            else _ask(worker, trial, options, binaries, whole=self._whole)
             for trial in self.trials
         }
 
@@ -113,18 +119,19 @@ class CheckJob(Job):
         name = self.trials[0].name
         for key, each in self.verdicts.items():
             if each.wrong:
-                return Finding(wrong=each.wrong, options=self.repaired, name=name, trial=key)
+                is_chain = bool(self.trials[0].parts)
+                return Finding(wrong=each.wrong, options=self.repaired, name=name, trial=key, of_chain=is_chain)
         if self._whole:
             return Finding(right, name=name)
         return Finding(tuple(key for key in right if self.verdicts[key].whole), right, name=name)
 
 
-def _ask(worker: KernelWorker, trial: Trial, options: Sequence[str], binary: Path | None, *, whole: bool) -> Verdict:
+def _ask(worker: KernelWorker, trial: Trial, options: Sequence[str], binaries: Mapping[str, Path], *, whole: bool) -> Verdict:
     """The verdict of a child on a launch. A child that was wrong is replaced: a kernel may have written where it must not."""
     job = {
         "check": trial.to_json(),
         "options": list(options),
-        "binary": None if binary is None else str(binary),
+        "binaries": {name: str(file) for name, file in binaries.items()},
         "whole": whole,
     }
     try:
@@ -147,25 +154,41 @@ def _ask(worker: KernelWorker, trial: Trial, options: Sequence[str], binary: Pat
     return verdict
 
 
+@dataclass(frozen=True)
+class _CheckedText:
+    """A kernel, the key of its text, and its launches."""
+
+    kernel: RequiredKernel
+    key: str
+    trials: Sequence[Trial]
+
+
 class ProgramChecks:
     """The launches of kernels of a program on a device, what is known of them, and jobs for those that are not known."""
 
     def __init__(
         self,
-        kernels: Iterable[RequiredKernel],
+        kernels: Sequence[RequiredKernel],
         program: Program,
         device: Device,
         note: Callable[[Finding], None] = lambda finding: None,
     ) -> None:
         """`note` receives what is found of each kernel."""
         self._note = note
-        self._kernels = tuple(kernels)
         self._program = program
         self._device = device
         self._verdicts = Verdicts(device)
         self._cache = ProgramCache()
-        self._trials = {each.name: distinct_trials(each, program) for each in self._kernels}
-        self._keys = {each.name: text_key(device, each.text, program.build_options) for each in self._kernels}
+        self._plain: dict[
+            str, RequiredKernel
+        ] = {}  # of a kernel with a stream lane and without one, the one without comes first
+        for each in kernels:
+            self._plain.setdefault(each.name, each)
+        texts = {name: each.text for name, each in self._plain.items()}
+        self._texts = [
+            _CheckedText(each, text_key(device, each.text, program.build_options), distinct_trials(each, program, texts))
+            for each in kernels
+        ]
         self._done: dict[str, Verdict] = {}
 
     def samples(self, leave: Iterable[str] = ()) -> list[CheckJob]:
@@ -175,25 +198,23 @@ class ProgramChecks:
         """
         left = set(leave)
         found = []
-        for kernel in self._kernels:
-            key = self._keys[kernel.name]
-            trials = self._trials[kernel.name]
-            finding = self._verdicts[key]
-            if trials and not (key in left or finding.wrong or finding.right or finding.sampled):
-                least = min(trials, key=lambda trial: trial.nbytes)
-                found.append(CheckJob([least], self._program.build_options, self._reader(kernel), whole=False, keep=self._keep))
+        for text in self._texts:
+            finding = self._verdicts[text.key]
+            if text.trials and not (text.key in left or finding.wrong or finding.right or finding.sampled):
+                least = min(text.trials, key=lambda trial: trial.nbytes)
+                found.append(self._job(text, [least], whole=False))
         return found
 
     @property
     def wrong(self) -> str:
         """What an optimised kernel is known to do instead of its text now, or ""."""
         found = Verdicts(self._device)
-        return next((found[key].wrong for key in self._keys.values() if found[key].wrong), "")
+        return next((found[text.key].wrong for text in self._texts if found[text.key].wrong), "")
 
     @property
     def texts(self) -> Iterable[str]:
         """The keys of all texts."""
-        return self._keys.values()
+        return [text.key for text in self._texts]
 
     def jobs(self, *, again: bool = False, end: float | None = None, leave: Iterable[str] = ()) -> list[CheckJob]:
         """Jobs for launches that no earlier check found right, or for all of them; none begins after `end`.
@@ -202,25 +223,29 @@ class ProgramChecks:
         """
         left = set(leave)
         found = []
-        for kernel in self._kernels:
-            finding = self._verdicts[self._keys[kernel.name]]
+        for text in self._texts:
+            finding = self._verdicts[text.key]
             if finding.wrong and not again:
                 continue
-            trials = [
-                each for each in self._trials[kernel.name] if each.key not in left and (again or each.key not in finding.right)
-            ]
+            trials = [each for each in text.trials if each.key not in left and (again or each.key not in finding.right)]
             if trials:
-                found.append(CheckJob(trials, self._program.build_options, self._reader(kernel), end=end, keep=self._keep))
+                found.append(self._job(text, trials, end=end))
         return found
 
-    def _reader(self, kernel: RequiredKernel) -> Callable[[], bytes | None]:
+    def _job(self, text: _CheckedText, trials: Sequence[Trial], *, whole: bool = True, end: float | None = None) -> CheckJob:
+        joined = (text.kernel, *(self._plain[part.name] for part in trials[0].parts))
+        readers = {each.name: self._reader(each) for each in joined}
+        return CheckJob(
+            trials, self._program.build_options, readers, whole=whole, end=end, keep=lambda job: self._keep(text.key, job)
+        )
+
+    def _reader(self, kernel: RequiredKernel) -> Reader:
         key = kernel_key(self._device, replace(kernel, options=()), self._program.build_options)
         return lambda: self._cache.read(key)
 
-    def _keep(self, job: CheckJob) -> None:
+    def _keep(self, key: str, job: CheckJob) -> None:
         self._done |= job.verdicts
         finding = job.finding
-        key = self._keys[job.trials[0].name]
         before = self._verdicts[key]
         if before.wrong and not finding.wrong and before.trial not in finding.right:  # other launches do not excuse that one
             finding = replace(before, right=finding.right)
@@ -232,14 +257,9 @@ class ProgramChecks:
         """All launches with what is known of them now."""
         self._verdicts = Verdicts(self._device)
         return [
-            CheckedKernel(
-                trial,
-                self._done.get(trial.key, Verdict()),
-                self._verdicts[self._keys[kernel.name]],
-                trial.key not in self._done,
-            )
-            for kernel in self._kernels
-            for trial in self._trials[kernel.name]
+            CheckedKernel(trial, self._done.get(trial.key, Verdict()), self._verdicts[text.key], trial.key not in self._done)
+            for text in self._texts
+            for trial in text.trials
         ]
 
 

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flashmem.base.types import ITEMSIZE
+from flashmem.program.launches import Arg
 from flashmem.program.program import Program
 from flashmem.runtime.checking.trial import Trial, TrialArgument
+from flashmem.runtime.kernels.chains import joined_launches
 from flashmem.runtime.kernels.required import KernelLaunch, RequiredKernel
 
 
-def distinct_trials(kernel: RequiredKernel, program: Program) -> list[Trial]:
-    """The trials of a kernel: one for each launch whose numbers or sizes differ.
-
-    Chains, whose arguments are whole memories, have none: nothing checks them yet, but the kernels that they join.
-    """
+def distinct_trials(kernel: RequiredKernel, program: Program, texts: Mapping[str, str]) -> list[Trial]:
+    """The trials of a kernel: one for each launch whose numbers or sizes differ. `texts`: those of a chain's parts, by name."""
+    parts = tuple(
+        Trial(launch.kernel, texts[launch.kernel], (launch.global_size, launch.local_size), _in_whole(launch.args, program))
+        for launch in joined_launches(kernel.name, program)
+    )
     found: dict[str, Trial] = {}
     for use in kernel.launches:
-        if any(arg.kind == "whole" for arg in use.args):
-            continue
-        trial = Trial(kernel.name, kernel.text, use.size, tuple(trial_arguments(use, program)))
+        trial = Trial(kernel.name, kernel.text, use.size, tuple(trial_arguments(use, program)), parts)
         found.setdefault(trial.key, trial)
     return list(found.values())
+
+
+def _in_whole(args: Sequence[Arg], program: Program) -> tuple[TrialArgument, ...]:
+    """The arguments of a chain's part: each at its place in a whole memory."""
+    tensors = {tensor.name: tensor for tensor in program.tensors}
+    found: list[TrialArgument] = []
+    for arg, alone in zip(args, trial_arguments(KernelLaunch(((1,), (1,)), tuple(args)), program), strict=True):
+        if arg.kind == "tensor":
+            tensor = tensors[str(arg.value)]
+            memory = "states" if tensor.memory == "states" else "arena"
+            found.append(replace(alone, place=f"whole {memory}", offset=tensor.offset))
+        elif arg.kind == "constant":
+            found.append(replace(alone, place="whole constants", offset=int(arg.value)))
+        else:
+            found.append(alone)
+    return tuple(found)
 
 
 def trial_arguments(use: KernelLaunch, program: Program) -> Sequence[TrialArgument]:

@@ -22,7 +22,7 @@ from flashmem.runtime.kernels.required import RequiredKernel
 from flashmem.runtime.opencl.device import Device
 
 UNOPTIMISED: Final = "-cl-opt-disable"
-_VERSION = 2
+_VERSION = 3
 """Of the check: verdicts of another version are not used."""
 _MOST_BYTES = 64 << 20
 
@@ -37,7 +37,7 @@ class Finding:
 
     `right`: keys of the launches whose check found nothing; `sampled`: those of which a part was compared. `wrong`: what the
     driver's kernel did, or "". `options`: with which the kernel is right nevertheless; None if it is not. `trial`: the key of
-    the launch that was wrong.
+    the launch that was wrong. `of_chain`: it is a chain's, in whose place its parts are used.
     """
 
     right: tuple[str, ...] = ()
@@ -46,6 +46,7 @@ class Finding:
     options: tuple[str, ...] | None = None
     name: str = ""
     trial: str = ""
+    of_chain: bool = False
 
 
 class Verdicts:
@@ -126,6 +127,7 @@ def _read_finding(row: dict[str, Any]) -> Finding:
         None if options is None else tuple(options),
         row["name"],
         row["trial"],
+        row["of_chain"] is True,
     )
     if not all(isinstance(each, str) for each in (made.wrong, made.trial, *made.right, *made.sampled, *(made.options or ()))):
         raise ValueError("not a finding")

@@ -4,8 +4,8 @@ A build compiles a kernel for the program cache. A driver that compiles at the f
 the scalar arguments of a real one, and the smallest grid of the same variant. It has zeroed memory of the real sizes, which no
 kernel accesses as a whole.
 
-A check runs one launch of a compiled kernel with drawn memory (`flashmem.runtime.checking.check`). A miscompiled kernel may
-write anywhere, or end the process: that is an answer too.
+A check runs one launch of a compiled kernel with drawn memory (`flashmem.runtime.checking`). A miscompiled kernel may write
+anywhere, or end the process: that is an answer too.
 """
 
 from __future__ import annotations
@@ -130,38 +130,47 @@ def _stand_in_for_the_general_one(pocl: Path, name: str) -> None:
 
 
 def _check(context: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Check one launch of a kernel: of its binary, if there is one that the driver takes, or else built here."""
+    """Check one launch of a kernel: of its binary, if there is one that the driver takes, or else built here.
+
+    `binaries`: by name, of the kernel and of a chain's parts.
+    """
     from flashmem.base.errors import RunError
+    from flashmem.runtime.checking.chains import check_chain
     from flashmem.runtime.checking.check import check_kernel
     from flashmem.runtime.checking.trial import Trial
     from flashmem.runtime.kernels.verdicts import UNOPTIMISED
 
     trial = Trial.from_json(job["check"])
     options = tuple(job["options"])
-    binary = job["binary"]
+    binaries = job["binaries"]
 
-    def optimised() -> Any:
-        if binary is not None:
-            with suppress(RunError):
-                return context.load(Path(binary).read_bytes(), options)
-        return context.build(trial.text, options)
+    def compiled(which: Trial) -> Any:
+        def make() -> Any:
+            if which.name in binaries:
+                with suppress(RunError):
+                    return context.load(Path(binaries[which.name]).read_bytes(), options)
+            return context.build(which.text, options)
 
-    program = _kept((trial.text, options, binary), optimised)
+        return _kept(trial.text, (which.text, options, binaries.get(which.name)), make)
+
+    if trial.parts:
+        return asdict(check_chain(context, trial, compiled(trial), compiled, whole=job["whole"]))
     twin = (trial.text, (*options, UNOPTIMISED), None)
-    other = (lambda: _kept(twin, lambda: context.build(*twin[:2]))) if job["whole"] else None
-    return asdict(check_kernel(context, trial, program, other))
+    other = (lambda: _kept(trial.text, twin, lambda: context.build(*twin[:2]))) if job["whole"] else None
+    return asdict(check_kernel(context, trial, compiled(trial), other))
 
 
-_KEPT: dict[Any, Any] = {}
-"""Programs of the kernel that is checked, which its launches share."""
+_KEPT: dict[str, dict[Any, Any]] = {}
+"""Programs of the text that is checked, and of its parts, which its launches share."""
 
 
-def _kept(key: tuple[str, tuple[str, ...], str | None], make: Callable[[], Any]) -> Any:
-    if key not in _KEPT:
-        for other in [other for other in _KEPT if other[0] != key[0]]:
-            del _KEPT[other]
-        _KEPT[key] = make()
-    return _KEPT[key]
+def _kept(checked: str, key: tuple[str, tuple[str, ...], str | None], make: Callable[[], Any]) -> Any:
+    if checked not in _KEPT:
+        _KEPT.clear()
+    programs = _KEPT.setdefault(checked, {})
+    if key not in programs:
+        programs[key] = make()
+    return programs[key]
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from onnx import numpy_helper
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.types import MemoryPath, Optimize
+from flashmem.compiler.configs.kinds import least_config
 from flashmem.compiler.configs.listed import configs_of, listed_configs, plain_configs, with_configs
 from flashmem.compiler.configs.workload import Workload
 from flashmem.compiler.kernels.attention.configs import KeyBlockConfig, QueryRowsConfig, SharedWeightsConfig, SplitKeysConfig
@@ -52,10 +53,11 @@ CONFIGS = [
     StagedContraction("one row", 1, 4, (1, 4), k_block=16, two_stage=True, slice_k=4),
 ]
 BESIDE = PlainContraction("beside", 4, 16, 4, panel_columns=4)
+LEAST = least_config("conv")
 PLACES = [(device.descriptor_name, path) for device in list_devices() for path in descriptor_for(device).memory_paths]
 CASES = [(CONFIGS[0], *place) for place in DEVICES] + [
     (config, DEVICES[0][0], ("texture", "buffer")[index % 2]) for index, config in enumerate(CONFIGS[1:])
-] + [(BESIDE, *place) for place in PLACES]  # fmt: skip
+] + [(BESIDE, *place) for place in PLACES] + [(LEAST, *DEVICES[0])]  # fmt: skip
 """One staged config on all devices, the others on the first: PoCL takes a minute to build such kernels."""
 
 

@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Kind
+from gguf import quants
 
 import flashmem
 from flashmem.base.errors import UserError
 from flashmem.base.resources import names
+from flashmem.compiler.ir.blocks import FORMATS
 from flashmem.profiler import rates as machine_rates
 from flashmem.profiler.dataset import read_dataset, write_dataset
 from flashmem.profiler.phone_kit import models, packing, storage
@@ -76,7 +79,7 @@ def test_the_models_need_every_kernel_family(tmp_path: Path) -> None:
     parts = {"mac", "codes", "staged", "tensor", "group", "shared", "common", "sort_order", "heap", "blocks"}  # of others
     parts |= {"winograd", "best_of_chunks", "candidates_by_heap"}  # of CPUs
     parts |= {"split_keys", "join_chunks", "tensor_attention", "mask_blocks", "join_sums", "tensor_codes"}  # of NVIDIA
-    # Of states, and of a vocabulary: the kit's models have neither.
+    # Of states, and of a vocabulary: the kit's models have neither. Rows of blocks are another model's.
     parts |= {"scatter_quantised", "rotary_scatter", "candidates_by_rank", "join_candidates", "block_rows"}
     assert {launch.kernel.rpartition("_")[0] for launch in made.program.launches} == templates - parts
 
@@ -88,14 +91,29 @@ def _templates(folder: str) -> list[str]:
     return [file.name.removesuffix(".j2") for file in files.iterdir()]
 
 
-@pytest.mark.parametrize("model", [models.families(), models.half()], ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [models.families(), models.half(), models.blocks()], ids=lambda model: model.name)
 def test_the_models_give_the_right_answers_here(model: models.KitModel, tmp_path: Path) -> None:
     path = model.save(tmp_path)
     bundle = flashmem.compile(path, tmp_path / "m.flashmem", device=DEVICE.descriptor_name, precision=model.precision)
     outputs = [port.name for port in bundle.program.outputs]
     with flashmem.Session(bundle, device=DEVICE.descriptor_name) as session:
         answers = session.run(None, model.inputs)
-    assert compare(answers, reference(path, model.inputs, outputs), model.precision).relative_error < TOLERANCE[model.precision]
+    assert (
+        compare(answers, reference(model.save_plain(tmp_path), model.inputs, outputs), model.precision).relative_error
+        < TOLERANCE[model.precision]
+    )
+
+
+def test_the_models_have_products_and_tables_in_blocks(tmp_path: Path) -> None:
+    """Of bits that are the package gguf's."""
+    model = models.blocks()
+    for number, kind in enumerate(models.BLOCKS):
+        made = FORMATS[kind].floats(models.block_bytes(kind, 3, 512, number))
+        np.testing.assert_array_equal(made, quants.dequantize(models.block_bytes(kind, 3, 512, number), Kind[kind]))
+    made = flashmem.compile(model.save(tmp_path), tmp_path / "b.flashmem", device="adreno750", build=False)
+    kernels = [launch.kernel.rpartition("_")[0] for launch in made.program.launches]
+    assert len(made.program.host_embeddings) + kernels.count("block_rows") == len(models.BLOCKS)
+    assert sum(each.startswith("matmul") for each in kernels) == 2 * len(models.BLOCKS)
 
 
 @pytest.mark.thorough
@@ -229,6 +247,22 @@ def test_a_record_is_whole_or_missing(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_record(tmp_path / "phone.json", {"x": object()})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_says_what_is_used_instead_of_wrong_kernels(kit: KitRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three kernels of each bundle, as `flashmem verify` prints them: right, not comparable, and wrong."""
+    rows = [
+        {"kernel": name, "known": False, "compared": compared, "twin": 0, "wrong": wrong, "instead": instead}
+        for name, compared, wrong, instead in (
+            ("a", 8, "", ""), ("b", 0, "", ""), ("c", 8, "c: 3 elements", "it is used without optimisation"),
+        )
+    ]  # fmt: skip
+    printed = Ended(json.dumps({"kernels": rows}), 0, "", 0.1)
+    monkeypatch.setattr(KitRun, "child", lambda *asked: printed)
+    found = run_steps(kit, {"kernels": STEPS["kernels"]})["steps"]["kernels"]
+    assert not found["ok"] and "c: 3 elements" in found["said"]
+    assert {row["checked"] for row in found["result"]} == {2}
+    assert all(row["instead"] == {"c": "it is used without optimisation"} for row in found["result"])
 
 
 def test_kernels_under_load(kit: KitRun, monkeypatch: pytest.MonkeyPatch) -> None:

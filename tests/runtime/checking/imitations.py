@@ -67,7 +67,7 @@ def trials(descriptor: str = "generic-gpu") -> list[tuple[Trial, tuple[str, ...]
             graph = MODELS[name].graph(Path(folder))
             made = generate(fuse(graph), load_descriptor(descriptor))
         plain, _ = required_kernels(made.program, made.source, {}, {})
-        for trial in (trial for kernel in plain for trial in distinct_trials(kernel, made.program)):
+        for trial in (trial for kernel in plain for trial in distinct_trials(kernel, made.program, {})):
             if sum(each.nbytes for each in trial.arguments) < _MOST_BYTES:
                 found.setdefault(trial.name, (trial, made.program.build_options))
     return list(found.values())

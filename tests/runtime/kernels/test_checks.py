@@ -18,10 +18,14 @@ from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import FlashmemWarning
 from flashmem.cli.commands.verify import verify_bundle
 from flashmem.runtime.kernels import ahead_of_time, pool
-from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels
+from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels, program_checks
+from flashmem.runtime.kernels.chains import is_chain
+from flashmem.runtime.kernels.device_chains import chained
 from flashmem.runtime.kernels.verdicts import UNOPTIMISED, Verdicts
 from flashmem.runtime.opencl.discovery import list_devices
-from tests.support.miscompiling_worker import KERNEL
+from tests.support.caches import launches_chained
+from tests.support.mini_bundle import write_mini_bundle
+from tests.support.miscompiling_worker import CHAINS, KERNEL
 
 pytestmark = pytest.mark.build_apart
 DEVICES = list_devices()
@@ -80,11 +84,7 @@ def test_the_next_config_is_in_the_place_of_a_wrong_kernel(
         [helper.make_node("MatMul", ["x", "w"], ["y"])], "g", *ports, [onnx.numpy_helper.from_array(weight, "w")]
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), tmp_path / "m.onnx")
-    listed = tmp_path / "listed.toml"
-    text = Path("devices/generic-cpu.toml").read_text().replace('"generic-cpu"', f'"{device.descriptor_name}"', 1)
-    small = 'configs = [{ kind = "plain", name = "small", rows = 4, columns = 8, vector = 8 }]\n'
-    listed.write_text(text.replace("[modes]", f"{small}[modes]", 1))
-    options: Any = {"device": str(listed), "memory_path": "buffer"}
+    options: Any = {"device": device.descriptor_name, "memory_path": "buffer"}
     [launch] = flashmem.compile(tmp_path / "m.onnx", tmp_path / "plain.flashmem", build=False, **options).program.launches
     monkeypatch.setenv(KERNEL, launch.kernel)
     with pytest.warns(FlashmemWarning, match=f"miscompiles the kernel {launch.kernel}, and another one is in its place"):
@@ -155,6 +155,39 @@ def test_a_runtime_checks_its_bundles_between_runs(model: Path, device: Any, mis
         runtime.open(bundle).close()
     with Runtime(device=device.descriptor_name) as runtime:
         assert runtime.open(bundle).run(None, x)[0][0, 0] == 1
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["sample", "whole"])
+def test_the_parts_of_a_wrong_chain_are_used(again: bool, device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts, which have the same text, are right; and a driver that is right has the chain again."""
+    monkeypatch.setenv("FLASHMEM_CACHE_DIR", str(tmp_path / "cache"))
+    launches_chained(monkeypatch)
+    bundle = write_mini_bundle(tmp_path / "m.flashmem").open()
+
+    def chains_used() -> int:
+        program, _ = chained(bundle.program, bundle.source, bundle.descriptor, device)
+        return sum(is_chain(each.launch) for each in program.steady)
+
+    assert chains_used() == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "WORKER", "tests.support.miscompiling_worker")
+        patch.setenv(CHAINS, "1")
+        if again:
+            checked = check_bundle_kernels(bundle, device)
+            assert [bool(each.finding.wrong) for each in checked] == [bool(each.trial.parts) for each in checked]
+            assert "bytes of the whole arena are not what its parts write" in checked[-1].finding.wrong
+        else:
+            sampled = [job for checks in program_checks(bundle, device) for job in checks.samples()]
+            children = pool.ChildPool(device)
+            children.submit(sampled)
+            while children.step():
+                pass
+            children.close()
+            assert [bool(job.wrong) for job in sampled] == [bool(job.trials[0].parts) for job in sampled]
+    assert chains_used() == 0
+    assert verify_bundle(bundle.path, device.descriptor_name, again=False, seconds=None, as_json=True), "what is used is right"
+    assert not any(each.finding.wrong for each in check_bundle_kernels(bundle, device, again=True))
+    assert chains_used() == 1
 
 
 def test_a_session_imports_no_interpreter() -> None:

@@ -15,7 +15,7 @@ from flashmem.compiler.configs.config import (
     EstimatedDevice,
     KernelConfig,
 )
-from flashmem.compiler.configs.kinds import register, register_plain
+from flashmem.compiler.configs.kinds import register, register_least, register_plain
 from flashmem.compiler.configs.workload import FLOATS, Workload
 from flashmem.target.descriptor import DeviceDescriptor, Feature
 
@@ -247,6 +247,16 @@ def plain_tile(descriptor: DeviceDescriptor, family: str) -> PlainContraction:
 @register_plain(*CONTRACTIONS, "deform_conv")
 def _plain(descriptor: DeviceDescriptor, family: str) -> tuple[PlainContraction, ...]:
     return (plain_tile(descriptor, family),)
+
+
+LEAST_COLUMNS = 4
+"""Columns of the narrowest panels of packed weights."""
+
+
+@register_least(*CONTRACTIONS, "deform_conv")
+def _least(family: str) -> PlainContraction:
+    """One row a work-item, and no work-group: compilers have little to get wrong."""
+    return PlainContraction("least", 1, LEAST_COLUMNS, LEAST_COLUMNS, families=(family,))
 
 
 @register
