@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ from flashmem.compiler.stages.dump import StageFolder
 from flashmem.compiler.stages.pipeline import GroupedGraph
 from flashmem.compiler.stages.planned import CompiledVariant
 from flashmem.compiler.stages.reading import read_graph
-from flashmem.compiler.stages.stages import IMPORT, PACK
+from flashmem.compiler.stages.stages import IMPORT, LAY_OUT, PACK
 from flashmem.planning.carried_instance import KEY as CARRIED
 from flashmem.planning.carried_instance import carried
-from flashmem.planning.planner import planning_instance
+from flashmem.planning.planner import may_search, planning_instance
+from flashmem.planning.search_process import SearchProcess
 from flashmem.program.program import Program
 from flashmem.request.description import keywords_of
 from flashmem.request.limits import Limits
@@ -289,12 +290,15 @@ def _compile(
         if kernels is not None:
             kernels.poll()
 
-    with BundleWriter(output) as bundle:
+    with BundleWriter(output) as bundle, _searching(made, options, with_weights=with_weights) as search:
         if with_weights:
             write_weights(list(joined.values()), bundle, packed)
         else:
             bundle.leave_empty(joined[0].program.constants_offset)
             write_constants([*joined.values()][-1], bundle)
+        if search is not None and (plan := search.result(_patience(options))) != made[0].plan:
+            made[0] = LAY_OUT(replace(made[0], plan=plan), options)
+            begin(made[0].generated, plan)
         bundle.commit_all(
             [_variant(joined[index], made[index], options) for index, options in enumerate(read.options)],
             options.descriptor.portable,
@@ -302,6 +306,35 @@ def _compile(
             source.language,
         )
     return Bundle.open(output)
+
+
+def _searching(
+    made: Mapping[int, CompiledVariant], options: Options, *, with_weights: bool
+) -> AbstractContextManager[SearchProcess | None]:
+    """The search for a better plan while weights are packed, if there is a gap; None if there is nothing to search.
+
+    Variants of a model that share weights are planned together, so their plans stay.
+    """
+    [first, *others] = made.values()
+    asked = options.request.solver == "cp-sat"
+    packed_at_once = first.generated.program.weights_bytes < LEAST_SEARCHED and not asked
+    if others or not with_weights or packed_at_once or not may_search(first.plan, options.request):
+        return nullcontext()
+    return SearchProcess(first.generated.program, first.plan, options.descriptor, options.request)
+
+
+LEAST_SEARCHED = 32 << 20
+"""Bytes of weights below which they are packed before a search could find anything."""
+
+
+def _patience(options: Options) -> float | None:
+    """How many seconds a search may last once all weights are packed; None for as long as it needs, where that was asked."""
+    asked = options.request.solver == "cp-sat" or options.request.solve_seconds is not None
+    return None if asked else PATIENCE
+
+
+PATIENCE = 2.0
+"""The most seconds by which a search makes a compilation longer."""
 
 
 def _variant(generated: Generated, planned: CompiledVariant, options: Options) -> ShapeVariant:

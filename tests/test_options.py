@@ -28,7 +28,7 @@ Asker = Callable[[str, str], Any]
 
 def _sweep(model: Path | str, device: str, mode: str) -> None:
     (point,) = Grid(
-        [str(model)], [device], ["fp32"], [], [10**9], [0.9], [0.1], "", 1 << 20, "auto", mode, [""], "cached", "simulated"
+        [str(model)], [device], ["fp32"], [], [10**9], [0.9], [0.1], "", 1 << 20, ["auto"], [mode], [""], "cached", "simulated"
     ).points()
     target_of(point)
 

@@ -7,6 +7,7 @@ staging, activations, constants, and arrays that outputs are copied to. On a dev
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.assemble import with_relaxed
@@ -18,6 +19,7 @@ from flashmem.planning.objectives.registry import objective_of
 from flashmem.planning.portfolio import strategy_plan
 from flashmem.planning.pose import staged_within, with_host_budget
 from flashmem.planning.problem import Problem
+from flashmem.planning.search.effort import ENOUGH, NOTICED, Effort, Report
 from flashmem.program.program import Program
 from flashmem.request.limits import Limits
 from flashmem.schedule.check import check
@@ -99,6 +101,45 @@ def completed(
         objective = objective_of(limits.resolved_objective)
         plan = objective.completed(problem, plan, plan.objective if soonest is None else soonest)
     return seal(problem, plan)
+
+
+def searched(
+    program: Program, plan: OverlapPlan, descriptor: DeviceDescriptor, limits: Limits, report: Report = lambda better: None
+) -> OverlapPlan:
+    """A completed plan of `program` after the search that the limits permit; see `search_gap`."""
+    if not may_search(plan, limits):
+        return plan
+    instance = planning_instance(program, descriptor, plan.mode, limits.replace(chunk=plan.chunk_bytes))
+    return search_gap(Problem(instance, program, plan.mode, limits), plan, report)
+
+
+def search_gap(problem: Problem, plan: OverlapPlan, report: Report = lambda better: None) -> OverlapPlan:
+    """A completed plan after the search of its objective, where it has a gap. The result has passed `schedule.check`.
+
+    The search begins from `plan`, which is returned with a note where nothing better was found. `report` is called with each
+    better plan on the way.
+    """
+    if not may_search(plan, problem.limits):
+        return plan
+    if find_spec("ortools") is None:
+        return replace(plan, notes=(*plan.notes, "OR-tools is not installed: nothing searched the gap"))
+    problem = problem.staged_as(plan)
+
+    def sealed(found: OverlapPlan) -> OverlapPlan:
+        made = seal(problem, found)
+        if found.bound > made.bound:
+            made = replace(made, bound=found.bound, bound_scope=found.bound_scope, bound_within=found.bound_within)
+        return effort.told(plan, made)
+
+    effort = Effort.of(problem, lambda found: report(sealed(found)))
+    return sealed(objective_of(plan.objective_kind).searched(problem, plan, effort))
+
+
+def may_search(plan: OverlapPlan, limits: Limits) -> bool:
+    """Whether `searched` begins a search."""
+    if limits.solver == "dp" or limits.strategy != "stream" or limits.solve_seconds == 0 or plan.gap <= ENOUGH:
+        return False
+    return limits.solver == "cp-sat" or not plan.kind.in_seconds or plan.objective - plan.bound > NOTICED
 
 
 def seal(problem: Problem, plan: OverlapPlan) -> OverlapPlan:

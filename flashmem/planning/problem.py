@@ -9,6 +9,7 @@ from flashmem.base.types import TransferMode
 from flashmem.planning.arithmetic.measure import Measure, in_flight_measure, session_measure
 from flashmem.program.program import Program, fixed_bytes
 from flashmem.request.limits import Limits
+from flashmem.schedule.host_tier import spread
 from flashmem.schedule.instance import Instance
 from flashmem.schedule.plan import OverlapPlan
 
@@ -61,7 +62,21 @@ class Problem:
                 what = f"weight {name!r} cannot be preloaded: the model has no weight of that name"
                 raise UserError(f"{what}; correct the name")
             chosen |= meant
-        return frozenset(chosen)
+        return frozenset(chosen | self._asked_share())
+
+    def _asked_share(self) -> set[str]:
+        """Slices of about the share of all bytes that the user wants in W, spread evenly over the run."""
+        uses = self.program.uses()
+        parts = sorted((part for part in self.program.slices if part.name in uses), key=lambda part: uses[part.name])
+        sizes = [part.nbytes for part in parts]
+        left = (self.limits.preload_ratio or 0.0) * sum(sizes)
+        chosen = set()
+        for at in spread(sizes, round(left)):
+            if left < sizes[at] / 2:
+                break
+            chosen.add(parts[at].name)
+            left -= sizes[at]
+        return chosen
 
     def of(self, instance: Instance) -> Problem:
         """The same program and limits, with another instance."""

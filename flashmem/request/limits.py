@@ -77,6 +77,15 @@ class Limits(OptionSet):
         doc="weights that must be resident from the start.",
         group=PLAN,
     )
+    preload_ratio: float | None = option(
+        "Least share of the weights' bytes to keep resident, from 0 to 1.",
+        default=None,
+        kind=Numeric("N", float, 0, 1, "1 keeps all weights resident"),
+        doc="the share of the bytes of all weights that must be resident at least, spread evenly over the run: to "
+        "compare plans by what they preload (FlashMem, Figure 8).",
+        shown="as the plan needs",
+        group=PLAN,
+    )
     objective: str = option(
         "The first answer, later runs, or the paper's weighted sum.",
         default=AUTO,
@@ -125,17 +134,18 @@ class Limits(OptionSet):
         "Which solver may search where a plan has a gap.",
         default="auto",
         kind=choice(SolverChoice),
-        doc='"dp": the dynamic program of the paper\'s objective alone. "cp-sat": then OR-tools: CP-SAT for this objective, '
-        'linear programs for the bound within an average of memory. "auto": "cp-sat" where OR-tools is installed; a phone has '
-        "none.",
+        doc='"dp": the planner alone, without OR-tools. "auto": then CP-SAT, where a plan has a gap and OR-tools is installed '
+        "(a phone has none): `plan` waits for it, `compile` lets it search while weights are packed, and waits 2 s more. "
+        '"cp-sat": the same however small the gap, and `compile` waits too.',
         group=PLAN,
     )
     solve_seconds: float | None = option(
-        "Limit on each search by a solver.",
+        "Limit on the search by a solver.",
         default=None,
         kind=Numeric("SECONDS", float, 0, hint="leave it out for the default"),
-        doc="the most seconds of each search by a solver: by default 5 for the paper's objective, and 2 for a bound.",
-        shown="5; 2 for a bound",
+        doc="the most seconds of the search where a plan has a gap, 10 by default; 0 for none. Of each search for the paper's "
+        "objective, of which there may be several, by default 5.",
+        shown="10; paper: 5",
         group=PLAN,
     )
 

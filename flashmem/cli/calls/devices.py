@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from flashmem.base.errors import UserError
-from flashmem.base.types import TransferMode
-from flashmem.cli.calls.call import DEVICE, DISK, JSON, SHAPE, CommandCall, Disk
+from flashmem.cli.calls.call import DEVICE, JSON, SHAPE, CommandCall, Disk
 from flashmem.request.description import OptionSet, argument, choice, option
 from flashmem.request.kinds import File, Flag, Kind, Numeric, Several
-from flashmem.schedule.modes import MODES
-from flashmem.schedule.objectives import AUTO, KINDS
+from flashmem.schedule.objectives import AUTO
 
 
 class DevicesCommand(OptionSet, CommandCall):
@@ -185,17 +183,20 @@ class SweepCommand(OptionSet, CommandCall):
     chunk: str = option("Unit of transfer (S).", default="auto", kind=Kind("SIZE"))
     shape: tuple[str, ...] = option(SHAPE, default=(), kind=Several("NAME=1x128"))
     objective: str = option(
-        "The first answer (auto), later runs, or the paper's sum.", default=AUTO, kind=choice((AUTO, KINDS))
+        "The first answer (auto), later runs, or the paper's sum.", default=AUTO, kind=Kind("NAME,..."), shown="auto"
     )
-    mode: TransferMode = option(
-        "How weights are transferred.", default="auto", kind=choice(("auto", MODES)), what="transfer mode"
-    )
+    mode: str = option("How weights are transferred.", default="auto", kind=Kind("NAME,..."))
     vary: tuple[str, ...] = option(
         "Values of a further option of flashmem plan; repeatable, for instance strategy=stream,same-op.",
         default=(),
         kind=Several("NAME=VALUE,..."),
     )
-    disk: Disk = option(DISK, default="cached", kind=choice(Disk))
+    paper: bool = option(
+        "The paper's reading where an option is not given: its objective as printed, interleaved moves, unfusion, CP-SAT.",
+        default=False,
+        kind=Flag(no=""),
+    )
+    disk: Disk = option("Whether the weight file is in the page cache; plans expect cold.", default="cold", kind=choice(Disk))
     measured: bool = option("Run every point, or predict it.", default=False, kind=Flag(no="--simulated"))
     runs: int = option(
         "Fresh processes for each measured point; the result is their median.", default=3, kind=Numeric("N", least=1)

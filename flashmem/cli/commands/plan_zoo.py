@@ -48,6 +48,7 @@ def plan_architecture(name: str, options: BundleRequest) -> ZooPlan:
         from flashmem.compiler.adaptive.plan_graph import plan_graph
         from flashmem.compiler.passes.pipeline import prepare
         from flashmem.options import resolve
+        from flashmem.planning.planner import searched
         from flashmem.tools.zoo.graphs import zoo_graph
 
     graph = zoo_graph(name)
@@ -65,6 +66,8 @@ def plan_architecture(name: str, options: BundleRequest) -> ZooPlan:
         with timed("fuse"):
             graph = prepare(graph)
         generated, plan = plan_graph(graph, resolved, timed)
+    with timed("search"):
+        plan = searched(generated.program, plan, resolved.descriptor, resolved.request)
     budget = resolved.request.budget
     return ZooPlan(name, resolved.descriptor, resolved.mode, generated.program, plan, budget, seconds)
 

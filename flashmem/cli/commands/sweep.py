@@ -20,7 +20,8 @@ from flashmem.base.units import parse_shape, parse_size
 from flashmem.cli.calls.devices import SweepCommand
 from flashmem.cli.commands.temporary_cache import have_cache
 from flashmem.cli.output.console import ProgressCallback, progress
-from flashmem.request.limits import Limits
+from flashmem.schedule.modes import INTERLEAVE, MODES
+from flashmem.schedule.objectives import AUTO, KINDS, PAPER
 from flashmem.tools.sweep.grid import Grid, Point, Row, numbers, sizes, words
 from flashmem.tools.sweep.results import ResultFile, read_rows
 from flashmem.tools.sweep.settings import FIXED_BY_BUNDLES, combinations
@@ -29,6 +30,7 @@ from flashmem.tools.zoo.names import architecture
 
 def grid_of(options: SweepCommand) -> Grid:
     """The axes of the grid. Raises UserError for invalid text."""
+    options = as_the_paper(options) if options.paper else options
     if options.m_peak is None and options.budget is None:
         raise UserError("a sweep needs limits; give --m-peak 64MB,128MB,... or --budget 64MB,128MB,...")
     for model in options.models:
@@ -49,16 +51,33 @@ def grid_of(options: SweepCommand) -> Grid:
         precisions=words(options.precision, "--precision", get_args(Precision)),
         m_peaks=sizes(options.m_peak, "--m-peak"),
         budgets=sizes(options.budget, "--budget"),
-        lambdas=numbers(options.lambda_ or str(Limits(objective=options.objective).resolved_lambda), "--lambda", low=0, high=1),
+        lambdas=None if options.lambda_ is None else numbers(options.lambda_, "--lambda", low=0, high=1),
         mus=mus,
         shape=" ".join(sorted(options.shape)),
         chunk_bytes=0 if options.chunk == "auto" else parse_size(options.chunk, what="--chunk"),
-        objective_asked=options.objective,
-        mode=options.mode,
+        objectives=words(options.objective, "--objective", (AUTO, *KINDS)),
+        modes=words(options.mode, "--mode", ("auto", *MODES)),
         settings=combinations(options.vary),
         disk=options.disk,
         source="measured" if options.measured else "simulated",
     )
+
+
+_PAPER = {
+    "m_peak": "500MB", "lambda_": "0.9", "objective": PAPER.name, "mode": INTERLEAVE.name,
+}  # fmt: skip
+_PAPER_VARIED = ("units=printed", "unfusion=yes", "solver=cp-sat")
+"""The paper's reading: limits of its section 5, its weighted sum in chunks and layers, kernels that copy while they compute."""
+
+
+def as_the_paper(options: SweepCommand) -> SweepCommand:
+    """`options` with the paper's reading of those that were not given."""
+    unset = {name: value for name, value in _PAPER.items() if name not in options.given}
+    if options.budget is not None:
+        unset.pop("m_peak", None)
+    given = {text.partition("=")[0] for text in options.vary}
+    vary = (*options.vary, *(text for text in _PAPER_VARIED if text.partition("=")[0] not in given))
+    return options.replace(**unset, vary=vary, paper=False)
 
 
 def sweep(options: SweepCommand) -> None:
@@ -110,8 +129,8 @@ class _Work:
     def groups(self) -> list[tuple[str, list[Point]]]:
         """The points of each subject, with its title."""
 
-        def subject(point: Point) -> tuple[str, str, str]:
-            return point.model, point.device, point.precision
+        def subject(point: Point) -> tuple[str, ...]:
+            return point.model, point.device, point.precision, point.mode
 
         return [(", ".join(key), list(points)) for key, points in groupby(self._points, subject)]
 

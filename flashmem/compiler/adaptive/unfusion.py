@@ -104,8 +104,7 @@ def may_refine(limits: Limits, mode: TransferMode) -> bool:
 
 def _ranked(best: Attempt, cuts: Cuts, pipeline: Pipeline, limits: Limits) -> list[Split]:
     """The splits worth trying in addition to `cuts`, highest penalty first; none if nothing lacks capacity."""
-    asked = {part.name for part in best.generated.program.slices if {part.name, part.weight} & set(limits.preload)}
-    penalties = Penalties(best.instance, best.plan, frozenset(asked), limits.resolved_lambda, limits.mu)
+    penalties = Penalties(best.instance, best.plan, frozenset(best.plan.asked), limits.resolved_lambda, limits.mu)
     if not penalties.shortage and not (limits.mu and objective_of(best.plan.objective_kind).needs_capacity):
         return []
     found = splits(best, cuts, pipeline, limits.alpha)

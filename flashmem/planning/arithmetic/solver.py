@@ -23,11 +23,20 @@ class _Solver(cp_model.CpSolver):
                 raise
 
 
-def cp_solver(workers: int, seconds: float) -> cp_model.CpSolver:
-    """CP-SAT with a time limit; its result is repeatable unless the limit ends the search."""
+def cp_solver(workers: int, seconds: float, work: float | None = None) -> cp_model.CpSolver:
+    """CP-SAT with a limit of its own `work` (by default what it does in `seconds` on a slow processor), and one of seconds.
+
+    Its threads take turns in a fixed order, so a result is repeatable unless the limit of seconds ends the search.
+    """
     cp = _Solver()
+    cp.parameters.max_deterministic_time = max(WORK_OF_A_SECOND * seconds if work is None else work, 0.001)
     cp.parameters.max_time_in_seconds = max(seconds, 0.01)
     cp.parameters.num_workers = workers
+    cp.parameters.interleave_search = workers > 1
     cp.parameters.random_seed = 1
     cp.parameters.cp_model_presolve = seconds > 1  # presolve of one window alone needs about that long
     return cp
+
+
+WORK_OF_A_SECOND = 0.2
+"""The work (deterministic time of CP-SAT) that a busy processor does in a second."""

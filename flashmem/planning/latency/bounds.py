@@ -6,13 +6,13 @@ docs/reference/internals/planner.md explains them.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.schedule.instance import Instance, WeightSpec
+from flashmem.schedule.instance import Instance, LayerSpec, WeightSpec
 
 _SCAN = 512
 _SCANS = 8
@@ -42,26 +42,68 @@ def fastest_seconds(instance: Instance, preload: Collection[str]) -> float:
     if not instance.layers:
         return instance.opening_seconds
     streamed = [w for w in instance.weights if w.name not in preload]
-    needed: list[list[WeightSpec]] = [[] for _ in range(len(instance.layers) + 1)]
-    for w in instance.weights:
-        before = 1 if instance.transfer.by_kernels and w.name not in preload else 0  # the layer that moves it waits for it
-        needed[max(1, w.first_use - before)].append(w)
+    needed = needed_weights(instance, preload)
     unit = math.gcd(0, *(w.nbytes for w in streamed)) or 1
     disk = _Disk(instance, streamed, instance.m_peak // unit * unit)
     slowdowns = _Slowdowns(instance, streamed)
     done = [instance.opening_seconds]
     handed = instance.opening_seconds
-    last_piece = math.inf
+    last = _LastRead(instance)
     for layer, spec in enumerate(instance.layers, start=1):
         start = done[-1]
+        after = last.until(layer, needed[layer])
         if needed[layer]:
             for w in needed[layer]:
                 disk.read(w, done, resident=w.name in preload)
                 handed += w.nbytes / instance.host_bandwidth
-                last_piece = min(last_piece, min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth)
-            start = max(start, handed, disk.arrival(layer, done) + last_piece)
+            start = max(start, handed, disk.arrival(layer, done) + after)
         done.append(slowdowns.done(layer, start, start + spec.seconds))
     return done[-1]
+
+
+class _LastRead:
+    """The least time from the end of all reads that a layer needs to its start.
+
+    Some weight is the last to be read. Its last piece is handed on. If an earlier layer needs it, that layer and those after it
+    run as well.
+    """
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._after = math.inf
+
+    def until(self, layer: int, needed: Sequence[WeightSpec]) -> float:
+        """That time for `layer`, which needs these weights. Layers are asked for in order."""
+        instance = self._instance
+        if layer > 1:
+            self._after += instance.layers[layer - 2].seconds
+        pieces = (min(w.nbytes, instance.piece_bytes) / instance.host_bandwidth for w in needed)
+        self._after = min((self._after, *pieces))
+        return self._after
+
+
+def ready_without_limit(instance: Instance, preload: Collection[str]) -> list[float]:
+    """By layer (index l - 1), the earliest time at which all that it needs can be read, whatever the memory; 0 for nothing."""
+    found = []
+    handed = instance.opening_seconds
+    disk = 0.0
+    last = _LastRead(instance)
+    for layer, needed in enumerate(needed_weights(instance, preload)[1:], start=1):
+        after = last.until(layer, needed)
+        for w in needed:
+            disk += w.nbytes / instance.load_bandwidth
+            handed += w.nbytes / instance.host_bandwidth
+        found.append(max(handed, disk + after) if needed else 0.0)
+    return found
+
+
+def needed_weights(instance: Instance, preload: Collection[str]) -> list[list[WeightSpec]]:
+    """By layer (index l), the weights that it is the first to wait for; index 0 is unused."""
+    needed: list[list[WeightSpec]] = [[] for _ in range(len(instance.layers) + 1)]
+    for w in instance.weights:
+        before = 1 if instance.transfer.by_kernels and w.name not in preload else 0  # the layer that moves it waits for it
+        needed[max(1, w.first_use - before)].append(w)
+    return needed
 
 
 class _Disk:
@@ -198,6 +240,17 @@ def cheapest_pieces(seconds: float, beside: Sequence[tuple[float, float]]) -> li
         pieces.append((seconds * slope, length))
         at = after
     return pieces
+
+
+def hull_lines(spec: LayerSpec, chunk_bytes: int, scale: float) -> Iterator[tuple[float, float]]:
+    """Lines (value at 0 chunks, slope a chunk), times `scale`. Their maximum is the hull of a layer's seconds by chunks."""
+    reached = 0.0
+    cost = 0.0
+    for price, length in cheapest_pieces(spec.seconds, spec.beside) if spec.beside else ():
+        if price:
+            yield scale * (spec.seconds + cost - price * reached), scale * price * chunk_bytes
+        reached += length
+        cost += price * length
 
 
 def cost_of(nbytes: float, pieces: Sequence[tuple[float, float]]) -> float:

@@ -25,14 +25,19 @@ def later_seconds(instance: Instance, plan: OverlapPlan, *, cached: bool = True)
     `cached`.
     """
     streamed = {w.name: w for w in plan.weights if not (w.preload or w.keep)}
-    rest = replace(
+    releases = {name: w.read_layer for name, w in streamed.items()}
+    return clock_of(later_run(instance, plan, cached=cached), releases, {name: w.moves for name, w in streamed.items()}).seconds
+
+
+def later_run(instance: Instance, plan: OverlapPlan, *, cached: bool = True) -> Instance:
+    """The instance of a later run of `plan`: what neither W nor the kept weights hold, from the page cache or the disk."""
+    streamed = {w.name for w in plan.weights if not (w.preload or w.keep)}
+    return replace(
         instance,
         weights=tuple(w for w in instance.weights if w.name in streamed),
         load_bandwidth=inf if cached and instance.host_bandwidth < inf else instance.load_bandwidth,
         opening_seconds=0.0,
     )
-    releases = {name: w.read_layer for name, w in streamed.items()}
-    return clock_of(rest, releases, {name: w.moves for name, w in streamed.items()}).seconds
 
 
 def with_kept(instance: Instance, plan: OverlapPlan, limit: int | None, measure: Measure) -> OverlapPlan:

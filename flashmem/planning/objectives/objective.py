@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import ClassVar, Protocol
 
 from flashmem.planning.problem import Problem
+from flashmem.planning.search.effort import Effort
 from flashmem.schedule.objectives import ObjectiveKind
 from flashmem.schedule.plan import OverlapPlan
 
@@ -44,6 +45,10 @@ class Objective(Protocol):
 
     def completed(self, problem: Problem, plan: OverlapPlan, soonest: float) -> OverlapPlan:
         """`plan` with the steps that its value ignores. The first answer may be a little later than `soonest`, in seconds."""
+        return plan
+
+    def searched(self, problem: Problem, plan: OverlapPlan, effort: Effort) -> OverlapPlan:
+        """`plan` after a search by OR-tools that begins from it: a better one, or the same with a better bound."""
         return plan
 
     def judged(self, problem: Problem, plan: OverlapPlan) -> OverlapPlan:

@@ -15,6 +15,7 @@ from flashmem.planning.latency.later_runs import (
 from flashmem.planning.objectives.objective import Objective
 from flashmem.planning.portfolio import soonest_plan
 from flashmem.planning.problem import Problem
+from flashmem.planning.search.effort import Effort
 from flashmem.schedule.objectives import STEADY, ObjectiveKind
 from flashmem.schedule.plan import BoundScope, OverlapPlan
 
@@ -40,6 +41,12 @@ class LaterRuns(Objective):
             rooms = rooms_for_later_runs(instance, plan, several=True)
             kept = fastest_kept(instance, rooms, limit, measure, by_cache_and_disk)
         return self.judged(problem, kept)
+
+    def searched(self, problem: Problem, plan: OverlapPlan, effort: Effort) -> OverlapPlan:
+        """`plan`, or one that keeps other weights; with a bound for every choice of them."""
+        from flashmem.planning.search.kept import search_kept
+
+        return search_kept(problem, plan, effort)
 
     def judged(self, problem: Problem, plan: OverlapPlan) -> OverlapPlan:
         """`plan`, one for the first answer, with the value and the bound of its later runs."""

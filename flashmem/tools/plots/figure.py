@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashmem.base.extras import need
 from flashmem.base.files import written_whole
+from flashmem.tools.zoo.names import architecture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,5 +59,7 @@ def legend_below(drawn: Figure, axes: Axes, *, columns: int = 4) -> None:
 
 
 def model_name(path: Path) -> str:
-    """The model's name for readers: that of its file, or of the folder if the file is `model.onnx`."""
+    """The model's name for readers: that of its file, or of the folder if the file is `model.onnx`, or of an architecture."""
+    if (name := architecture(path)) is not None:
+        return name  # some have a dot in it
     return path.parent.name if path.stem == "model" and path.parent.name else path.stem

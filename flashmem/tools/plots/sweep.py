@@ -21,6 +21,7 @@ Row = Mapping[str, str]
 _MB = 1e6
 _COLUMNS = 3
 _LINEAR_RANGE = 8
+_RATIO = "preload-ratio="
 
 
 def draw_sweep(path: Path, rows: Iterable[Row]) -> list[Path]:
@@ -48,14 +49,22 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 
 def _series(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows grouped by device, precision and source, each group with a title."""
+    """Rows grouped by device, precision, mode, objective and source, each group with a title."""
+    rows = list(rows)
+    everywhere = set[str].intersection(*(set(row["settings"].split()) for row in rows)) if rows else set[str]()
+
+    def own(settings: str) -> str:
+        """The settings that make a series: neither those of all rows nor the ratio, which is an axis."""
+        words = (word for word in settings.split() if word not in everywhere and not word.startswith(_RATIO))
+        return " ".join(words)
 
     def key(row: Row) -> tuple[str, ...]:
-        return row["device"], row["precision"], row["mode"], row["settings"], row["disk"], row["source"]
+        kept = own(row["settings"])
+        return row["device"], row["precision"], row["mode"], row["objective_asked"], kept, row["disk"], row["source"]
 
     found = [(parts, list(group)) for parts, group in groupby(sorted(rows, key=key), key)]
-    differing = [at for at in range(6) if len({parts[at] for parts, _ in found}) > 1]
-    shown = sorted({0, 1, 5, *differing})
+    differing = [at for at in range(7) if len({parts[at] for parts, _ in found}) > 1]
+    shown = sorted({0, 1, 6, *differing})
     return [(", ".join(parts[at] for at in shown), group) for parts, group in found]
 
 

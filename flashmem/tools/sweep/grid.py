@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 
 from flashmem.base.errors import UserError
 from flashmem.base.units import parse_size
+from flashmem.request.limits import Limits
 
 Cell = str | int | float | None
 Row = Mapping[str, Cell]
@@ -66,28 +67,32 @@ class Grid:
     precisions: Sequence[str]
     m_peaks: Sequence[int]
     budgets: Sequence[int]
-    lambdas: Sequence[float]
+    lambdas: Sequence[float] | None  # None: the default of each objective
     mus: Sequence[float]
     shape: str
     chunk_bytes: int
-    objective_asked: str
-    mode: str
+    objectives: Sequence[str]
+    modes: Sequence[str]
     settings: Sequence[str]
     disk: str
     source: Source
 
     def points(self) -> list[Point]:
-        """Every combination once; those of one model, device and precision are adjacent."""
+        """Every combination once; those of one model, device, precision and mode are adjacent."""
         limits = [(m_peak, None) for m_peak in self.m_peaks] + [(None, budget) for budget in self.budgets]
-        axes = product(self.models, self.devices, self.precisions, limits, self.lambdas, self.mus, self.settings)
+        aims = [(objective, lambda_) for objective in self.objectives for lambda_ in self._lambdas_of(objective)]
+        axes = product(self.models, self.devices, self.precisions, self.modes, limits, aims, self.mus, self.settings)
         points = (
             Point(
                 model, self.shape, device, precision, m_peak, budget, lambda_, mu,
-                self.chunk_bytes, self.objective_asked, self.mode, settings, self.disk, self.source,
+                self.chunk_bytes, objective, mode, settings, self.disk, self.source,
             )
-            for model, device, precision, (m_peak, budget), lambda_, mu, settings in axes
+            for model, device, precision, mode, (m_peak, budget), (objective, lambda_), mu, settings in axes
         )  # fmt: skip
         return list(dict.fromkeys(points))
+
+    def _lambdas_of(self, objective: str) -> Sequence[float]:
+        return [Limits(objective=objective).resolved_lambda] if self.lambdas is None else self.lambdas
 
 
 Item = TypeVar("Item")

@@ -23,7 +23,7 @@ from flashmem import Session
 from flashmem.base.errors import BudgetError, RunError
 from flashmem.base.pages import page_size
 from flashmem.base.types import MemoryPath, TransferMode
-from flashmem.cli.commands.plan import several_launches
+from flashmem.cli.commands.plan_data import several_launches
 from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.ir.graph import Graph
 from flashmem.compiler.options import Options

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from typing import Any
 
 import pytest
 
 from flashmem.base.errors import UserError
+from flashmem.planning import planner
 from flashmem.planning.objectives import paper
-from flashmem.planning.planner import plan_instance
+from flashmem.planning.planner import plan_instance, search_gap
+from flashmem.planning.problem import Problem
 from flashmem.request.limits import Limits
 from flashmem.schedule.instance import Instance, WeightSpec
 from flashmem.schedule.plan import OverlapPlan
@@ -22,7 +23,9 @@ INSTANCE = Instance(layers_of([9] * 12), WEIGHTS, 10, 1000, 5.0)
 
 
 def plan(**limits: Any) -> OverlapPlan:
-    return plan_instance(INSTANCE, program_of(INSTANCE), "map", Limits(m_peak=1000, **limits))
+    asked = Limits(m_peak=1000, **limits)
+    made = plan_instance(INSTANCE, program_of(INSTANCE), "map", asked)
+    return search_gap(Problem(INSTANCE, program_of(INSTANCE), "map", asked), made)
 
 
 def test_a_bound_within_the_average_is_searched_unless_only_the_program_may() -> None:
@@ -33,10 +36,9 @@ def test_a_bound_within_the_average_is_searched_unless_only_the_program_may() ->
 
 
 def test_a_plan_without_or_tools_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "flashmem.planning.latency.average_bound", raising=False)
-    monkeypatch.setitem(sys.modules, "ortools.linear_solver", None)
+    monkeypatch.setattr(planner, "find_spec", lambda name: None)
     made = plan(lambda_=0.9)
-    assert made.solver == "none" and any(note.startswith("OR-tools is not installed") for note in made.notes)
+    assert made.solver == "none" and made.notes[-1] == "OR-tools is not installed: nothing searched the gap"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="solver cp-sat needs ortools; install flashmem with its `compile` extra, or give auto"):
         Limits(solver="cp-sat")

@@ -142,3 +142,23 @@ def test_varied_options_make_every_combination_and_other_plans(slow_copies: str)
 def test_varied_options_that_are_refused(texts: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):
         combinations(texts)
+
+
+def test_a_preload_ratio_is_reached_from_none_to_all() -> None:
+    """The reading of the paper's Figure 8: other plans for each share of the weights in W."""
+    base = replace(point("adreno750", 0.1), objective_asked="auto", lambda_=0.0, m_peak_bytes=1 << 30, mode="interleave")
+    subject = subject_of(base)
+    ratios = (0.0, 0.2, 0.5, 0.8, 1.0)
+    rows = [simulated(subject, replace(base, settings=f"preload-ratio={ratio}")) for ratio in ratios]
+    found = [float(str(row["preload_ratio"])) for row in rows]
+    assert found == sorted(set(found)) and found[-1] == 1.0
+    assert all(abs(is_ - asked) < 0.2 for is_, asked in zip(found, ratios, strict=True))
+
+
+def test_thresholds_of_classes_change_a_plan_where_capacity_is_short() -> None:
+    """Where C_l has room for all chunks they need not: then waiting layers hide what is moved during them anyway."""
+    base = replace(point("adreno750", 0.1), objective_asked="auto", lambda_=0.0, m_peak_bytes=1 << 20, mode="interleave")
+    subject = subject_of(base)
+    rows = [simulated(subject, replace(base, settings=f"reusable-slowdown={share}")) for share in (0.0, 0.4)]
+    strict, loose = (float(str(row["objective"])) for row in rows)
+    assert strict > loose
