@@ -203,12 +203,12 @@ def test_splits_lower_the_papers_objective_and_hierarchical_groups_stay_whole(
     whole = flashmem.compile(model, tmp_path / "whole.flashmem", unfusion=False, **options)
     split = flashmem.compile(model, tmp_path / "split.flashmem", **options)
     assert not any("unfusion" in note for note in whole.plan.notes)
-    assert any("adaptive unfusion split" in note for note in split.plan.notes)
+    assert any("adaptive unfusion tried" in note and ", took " in note for note in split.plan.notes)
     assert split.plan.objective < whole.plan.objective
     assert len(split.program.launches) > len(whole.program.launches)
     groups = {launch.operators for launch in split.program.launches}
     hierarchical = [launch for launch in whole.program.launches if launch.operator_class == "hierarchical"]
-    assert hierarchical and all(launch.operators in groups for launch in hierarchical)
+    assert hierarchical and all(launch.operators in groups for launch in hierarchical)  # no predictor: Table 5's classes
     for bundle in (whole, split):
         with flashmem.Session(bundle, mode=bundle.meta["mode"]) as session:
             assert _error(session.run(None, inputs), model, inputs) <= 1e-3
