@@ -71,8 +71,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         inside = (item for item in of_driver if _within(item, ON_DRIVERS) and (item in marked or item.path not in files))
         taken = {item.nodeid for item in of_driver} if thorough else one_of_each_file(item.nodeid for item in inside)
     else:
-        taken = sample(item.nodeid for item in items if _within(item, SAMPLED))
-        taken |= {item.nodeid for item in items if not _within(item, SAMPLED)}
+        plain = [item for item in items if not item.get_closest_marker("thorough")]
+        taken = sample(item.nodeid for item in plain if _within(item, SAMPLED))
+        taken |= {item.nodeid for item in plain if not _within(item, SAMPLED)}
     kept, left = [], []
     for item in items:
         unwanted = not thorough and item.get_closest_marker("thorough")

@@ -23,7 +23,7 @@ from flashmem.bundle.checksums import table_end
 from flashmem.bundle.field_types import check_types
 from flashmem.program.launches import Launch
 from flashmem.program.program import Program, copied_outputs
-from flashmem.program.tensors import Port, Slice, State, Tensor, array_bytes, port_dtype
+from flashmem.program.tensors import HostEmbeddingLookup, Port, Slice, State, Tensor, array_bytes, port_dtype
 from flashmem.schedule.check import check_rules
 from flashmem.schedule.modes import MODES
 from flashmem.schedule.plan import OverlapPlan, PlanViolation, PoolLayout
@@ -279,6 +279,14 @@ def _check_host_embeddings(program: Program) -> None:
         size = ITEMSIZE[tensor.dtype] * math.prod(port.shape) * lookup.columns
         _require(same and size <= tensor.nbytes, f"{name} does not fit its tensor")
         _require(lookup.panel == 1 or not lookup.dtype.endswith("int4"), f"{name} has rows that no byte starts")
+        _require(not lookup.block or _is_in_blocks(lookup), f"{name} has no whole blocks")
+
+
+def _is_in_blocks(lookup: HostEmbeddingLookup) -> bool:
+    """Whether the rows of a table in blocks are whole blocks in whole panels."""
+    whole = lookup.columns % lookup.block == 0 and lookup.panel % 2 == 0 and lookup.block_fours % 2 == 0
+    counts = (lookup.block_halves, lookup.block_bytes, lookup.block_fours)
+    return bool(whole and min(counts) >= 0) and lookup.dtype == "uint8" and lookup.row_stride == lookup.panel_bytes
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ for each slice of its weight. Layers are numbered 1..N in execution order, as in
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from flashmem.base.json import data_of
 from flashmem.base.types import DEFAULT_PAGE, ITEMSIZE, MemoryPath, Precision
 from flashmem.program.launches import Arg, Joined, KernelShape, Launch, LaunchOrder, SteadyLaunch, first_and_last
 from flashmem.program.tensors import HostEmbeddingLookup, Port, Slice, State, Tensor, array_bytes
@@ -70,7 +71,8 @@ class Program:
 
     def to_json(self) -> dict[str, Any]:
         """The program as JSON data, for the bundle."""
-        return asdict(self)
+        made: dict[str, Any] = data_of(self)
+        return made
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Program:

@@ -104,6 +104,10 @@ class HostEmbeddingLookup:
     element is at (r // panel) * row_stride + (r % panel) * itemsize + c * column_stride. Two 4-bit elements share a byte, low
     nibble first; each row then starts on a byte, and `column_stride` is 0. The device tensor is float32 or float16, or int8 or
     uint8 for a table of integers.
+
+    The panels of a head in ggml's blocks have, for each block, `block_halves` numbers of two bytes of each of its rows, then
+    `block_bytes` bytes of each, then `block_fours` times four bits of each, those of the first half of the rows in low nibbles.
+    A row is what its panel has of it, in this order.
     """
 
     indices: str
@@ -115,10 +119,20 @@ class HostEmbeddingLookup:
     column_stride: int
     dtype: TableType
     panel: int = 1
+    block_halves: int = 0
+    block_bytes: int = 0
+    block_fours: int = 0
+
+    @property
+    def block(self) -> int:
+        """Bytes of a row in one of ggml's blocks; 0 if the table is in none."""
+        return 2 * self.block_halves + self.block_bytes + self.block_fours // 2
 
     @functools.cached_property
     def panel_bytes(self) -> int:
         """Bytes from the first element of a panel of rows to the end of its last one, the unit of a read."""
+        if self.block:
+            return self.columns * self.panel
         if self.dtype.endswith("int4"):
             return -(-self.columns // 2)
         itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}.get(self.dtype, 1)

@@ -8,9 +8,10 @@ needs the standard library only.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from flashmem.base.json import data_of
 from flashmem.base.types import Channel, TransferMode
 from flashmem.base.units import format_size
 from flashmem.program.tensors import Slice
@@ -321,7 +322,8 @@ class OverlapPlan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values."""
-        return asdict(self)
+        made: dict[str, Any] = data_of(self)
+        return made
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> OverlapPlan:

@@ -310,6 +310,7 @@ def _grow(*keys: Any) -> Callable[[Any], None]:
         (_set("host_embeddings", 0, "panel", 0), "is empty"),
         (_set("host_embeddings", 0, "indices", "x"), "is not indexed by integers"),
         (_set("host_embeddings", 0, "tensor", "x"), "does not fit its tensor"),
+        (_set("host_embeddings", 0, "block_bytes", 1), "has no whole blocks"),
         (_set("weights_bytes", 4096), "is outside the weight file"),
         (lambda data: data.pop("arena_bytes"), "is damaged"),
         (lambda data: data.update(surprise=1), "is damaged"),

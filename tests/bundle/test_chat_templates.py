@@ -51,6 +51,11 @@ def test_templates_without_end(template: str, monkeypatch: pytest.MonkeyPatch) -
         of(template)
 
 
+def test_a_template_that_takes_little_time_and_much_memory() -> None:
+    with pytest.raises(UserError, match="or 512 MB; give a text to continue"):
+        of("{{ ('x' * 600000000) | length }}")
+
+
 def test_too_many_characters() -> None:
     with pytest.raises(UserError, match="refuses the conversation: it makes 101 characters of it, and 100 are possible"):
         of("{{ 'x' * 101 }}")

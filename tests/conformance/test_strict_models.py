@@ -72,7 +72,10 @@ def _small_segments_and_a_cache(tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield
 
 
-@pytest.mark.parametrize(("model", "path"), MODELS)
+@pytest.mark.parametrize(
+    ("model", "path"),
+    [pytest.param(*each, marks=[pytest.mark.thorough] * each[0].endswith("-legacy")) for each in MODELS],  # the others' kernels
+)
 def test_every_model_breaks_no_rule(model: str, path: MemoryPath, tmp_path: Path) -> None:
     """A model's second export, if it has one, runs in `interleave`, the first one in `dma` and `alias`; the same bundle then
     runs under each other profile, with the same bits.

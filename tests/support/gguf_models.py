@@ -36,7 +36,7 @@ CORPUS = (
 )
 """Letters, numbers and marks of several scripts, contractions, and white space of several kinds."""
 
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}
 """The places of numbers in float16 in blocks that the package gguf does not write: a scale and, in some, one for minima."""
 
 

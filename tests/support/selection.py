@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 RUNTIMES = ("intel-cpu", "pocl")
 """The OpenCL runtimes of the tests, as parameters name them."""
 
-SHARE = 5
+SHARE = 8
 """A plain run selects one of so many cases of a test with parameters."""
 
 _RUNTIME = re.compile(rf"(?<![\w.])({'|'.join(RUNTIMES)})(?![\w.])")

@@ -130,8 +130,9 @@ def _print_device(number: int, device: Device, results: Iterable[SelfTestResult]
     for name, reason in unused_of(device.extensions).items():
         print(f"     {'not used':<22} {name}: {reason}")
     for finding in Verdicts(device).wrong.values():
-        use = "else without optimisation" if finding.options is not None else "else refused"
-        print(f"[!!] {'a kernel':<22} {finding.name} is miscompiled here; replaced if possible, {use}: {finding.wrong}")
+        use = "replaced if possible, else " + ("refused" if finding.options is None else "without optimisation")
+        use = "the kernels that it joins are used" if finding.of_chain else use
+        print(f"[!!] {'a kernel':<22} {finding.name} is miscompiled here; {use}: {finding.wrong}")
     for result in results:
         print(f"{_mark(result.ok)} {result.test:<22} {result.said}")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flashmem.base.types import ITEMSIZE, DType
-from flashmem.compiler.ir.blocks.constant import BlockConstant
+from flashmem.compiler.ir.blocks.constant import BlockConstant, TableRows
 from flashmem.compiler.ir.graph import ArrayConstant, Constant, Graph, GraphPort, Node, Placeholder, Value
 from flashmem.compiler.ir.quantised import QuantizedConstant
 
@@ -107,6 +107,9 @@ def _light(constant: Constant, nbytes: int, kept_bytes: int) -> Constant:
         return constant
     if isinstance(constant, BlockConstant):
         return replace(constant, data=_light(constant.data, constant.nbytes, kept_bytes))
+    if isinstance(constant, TableRows):
+        source = constant.source
+        return TableRows(replace(source, data=_light(source.data, source.nbytes, kept_bytes)))
     if isinstance(constant, QuantizedConstant):
 
         def part(of: Constant) -> Constant:

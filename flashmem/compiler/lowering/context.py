@@ -350,12 +350,12 @@ class LoweringContext:
 
         They are its function, its parameters, the call that finishes `seed`, and the operand that the kernel overwrites, or "".
         """
-        names = ([seed] if body.seed is not None else []) + [*body.places(), *body.names()]
-        parameters = "".join(f", {parameter}" for parameter in body.parameters())
         overwritten = [i for i, operand in enumerate(body.operands) if operand.value is body.overwritten]
         over = f"e{overwritten[0]}" if overwritten else ""
         if not body.nodes:
             return {"epilogue": "", "operands": "", "finish": "", "over": over}
+        names = ([seed] if body.seed is not None else []) + [*body.places(), *body.names()]
+        parameters = "".join(f", {parameter}" for parameter in body.parameters())
         return {
             "over": over,
             "epilogue": body.function("KERNEL_NAME_epilogue"),

@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
 from flashmem.compiler.configs.workload import FLOATS
-from flashmem.compiler.ir.blocks.constant import BlockConstant
+from flashmem.compiler.ir.blocks.constant import BlockConstant, TableRows
 from flashmem.compiler.ir.blocks.floats import FloatFormat
 from flashmem.compiler.ir.graph import NibbleConstant, Node, Value, pack_nibbles
 from flashmem.compiler.lowering.context import LoweringContext
 from flashmem.compiler.weights.packing import Packing
 from flashmem.program.tensors import HostEmbeddingLookup
+
+MATRIX = 2
+"""Dimensions of a table."""
 
 ROWS_AT_ONCE = 4096
 """Rows copied at a time while the table is written, which bounds the compiler's memory. Pieces are whole pages, without gaps.
@@ -43,12 +46,18 @@ def place_rows(context: LoweringContext, node: Node, indices: str, tensor: str) 
 def _in_panels(context: LoweringContext, table: Value, indices: str, tensor: str) -> HostEmbeddingLookup | None:
     """The lookup in panels of a matmul that contain the whole table, one after the other; None if there are none."""
     rows, columns = table.shape
+    blocks = table.constant.format if isinstance(table.constant, TableRows) else None
     for (weight, packing), parts in context.packed.items():
-        if weight is not table or any(part.width for _, part in parts) or not _holds(packing, table):
+        if not _is_of(weight, table) or any(part.width for _, part in parts) or not _holds(packing, weight):
             continue
         places = [next(s for s in context.slices if s.name == name) for name, _ in parts]
         ends = [place.offset + place.nbytes for place in places]
         if all(end == place.offset for end, place in zip(ends, places[1:], strict=False)):
+            if blocks is not None:
+                return HostEmbeddingLookup(
+                    indices, tensor, places[0].offset, rows, columns, columns * packing.panel, 0, "uint8", packing.panel,
+                    *blocks.packed_rows,
+                )  # fmt: skip
             pitch = packing.row_bytes
             return HostEmbeddingLookup(
                 indices, tensor, places[0].offset, rows, columns, pitch * columns, pitch,
@@ -57,31 +66,36 @@ def _in_panels(context: LoweringContext, table: Value, indices: str, tensor: str
     return None
 
 
-def _holds(packing: Packing, table: Value) -> bool:
-    """Whether packed panels are small, and have each row of the table as a column."""
-    rows, columns = table.shape
-    whole = packing.depth == columns and packing.group_columns == rows
-    return whole and packing.storage in FLOATS and packing.row_bytes * columns <= MOST_PANEL_BYTES
+def _is_of(weight: Value, table: Value) -> bool:
+    """Whether a weight has the numbers of a table."""
+    return weight is table or (isinstance(table.constant, TableRows) and table.constant.source is weight.constant)
+
+
+def _holds(packing: Packing, weight: Value) -> bool:
+    """Whether packed panels are small, and have each row of the table `weight` as a column."""
+    if len(weight.shape) != MATRIX or (packing.depth, packing.group_columns) != (weight.shape[1], weight.shape[0]):
+        return False
+    return (packing.format is not None or packing.storage in FLOATS) and packing.panel_bytes <= MOST_PANEL_BYTES
 
 
 def _in_rows(context: LoweringContext, table: Value, indices: str, tensor: str) -> HostEmbeddingLookup:
     """The lookup in a table of its own, written row by row unless the file has it."""
     rows, columns = table.shape
     assert table.constant is not None
-    read = table.constant.array
+    read = _bits(table) or table.constant.array
     kind = _kind(context, table)
-    if kind == "bfloat16":
-        read = _elements(table)
     dtype = np.dtype({"bfloat16": "uint16"}.get(kind, kind.replace("int4", "int8")))
     row_bytes = -(-columns // 2) if kind.endswith("int4") else columns * dtype.itemsize
+    blocks = table.constant if isinstance(table.constant, TableRows) else None
     page = context.weights.page_bytes  # pieces start on pages, and no row may be split between pieces
     step = max(ROWS_AT_ONCE, page // math.gcd(page, row_bytes))
     starts = range(0, rows, step)
 
     def pieces() -> Iterator[NDArray[Any]]:
-        array = read()
+        array = blocks.source.data.array() if blocks else read()
         for first in starts:
             part = np.ascontiguousarray(array[first : first + step], dtype)
+            part = blocks.format.rows(part) if blocks else part
             yield pack_nibbles(part) if kind.endswith("int4") else part
 
     offset = context.earlier.table_at(table, kind)
@@ -92,10 +106,11 @@ def _in_rows(context: LoweringContext, table: Value, indices: str, tensor: str) 
     return HostEmbeddingLookup(indices, tensor, offset, rows, columns, row_bytes, stride, kind)
 
 
-def _elements(table: Value) -> Callable[[], NDArray[Any]]:
-    """The numbers of a table as they are in their file."""
+def _bits(table: Value) -> Callable[[], NDArray[Any]] | None:
+    """Reads the numbers of a table as they are in their file, if they are floats of 16 bits."""
     constant = table.constant
-    assert isinstance(constant, BlockConstant) and isinstance(constant.format, FloatFormat)
+    if not isinstance(constant, BlockConstant) or not isinstance(constant.format, FloatFormat):
+        return None
     kind = constant.format
     return lambda: kind.elements(constant.data.array())
 

@@ -132,17 +132,18 @@ class PointwiseBody:
         lines = []
         if self.seed is not None and self.nodes and self.storage(self.seed) == "float16":
             lines.append(f"    v0 = {vector.rounded('v0')};")
+        names = self.names()
         for i, operand in enumerate(self.operands):
             dtype = operand.value.dtype
             variables[operand.value] = f"x{i}"
-            lines.append(f"    const {vector.of(dtype)} x{i} = {self._load(operand, self.names()[i])};")
+            lines.append(f"    const {vector.of(dtype)} x{i} = {self._load(operand, names[i])};")
         for i, node in enumerate(self.nodes, start=1):
-            names = [variables[value] for value in self._inputs(node)]
+            read = [variables[value] for value in self._inputs(node)]
             expression = REGISTRY[node.op].expression
             dtype = node.outputs[0].dtype
             assert expression is not None, f"{node.op} is not elementwise"
             variables[node.outputs[0]] = f"v{i}"
-            made = vector.wrap(dtype, expression(node, names, vector))
+            made = vector.wrap(dtype, expression(node, read, vector))
             lines.append(f"    {vector.of(dtype)} v{i} = {made};")
             # A group that adaptive unfusion split may compute values that the whole group would have stored.
             if self.storage(node.outputs[0]) == "float16" and node is not self.nodes[-1]:

@@ -107,7 +107,11 @@ def _typed(value: Any) -> tuple[object, ...]:
     return type(value), value
 
 
-@lru_cache(maxsize=1024)  # equal layers have equal kernels, and a model is generated several times before its plan is final
+_KEPT = 1024
+"""Texts that are kept: equal layers have equal kernels, and a model is generated several times before its plan is final."""
+
+
+@lru_cache(maxsize=_KEPT)
 def _rendered(template: str, lane: Lane | None, given: _TemplateValues, style: CodeStyle) -> str:
     text: str = _environment(style).get_template(f"{template}.cl.j2").render(name=_PLACEHOLDER, lane=lane, **given.values)
     if lane:
@@ -116,6 +120,14 @@ def _rendered(template: str, lane: Lane | None, given: _TemplateValues, style: C
     if style.multiply_add != "expression":  # the prelude defines FM_MAD as an expression
         text = text.replace("FM_MAD(", f"{style.multiply_add}(")
     return "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) + "\n"
+
+
+@lru_cache(maxsize=_KEPT)
+def _named(template: str, given: _TemplateValues, style: CodeStyle) -> tuple[str, str]:
+    """The name of a plain kernel, with a hash of its text, and the text with that name."""
+    text = _rendered(template, None, given, style)
+    name = f"{PurePosixPath(template).name}_{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    return name, text.replace(_PLACEHOLDER, name)
 
 
 class KernelLibrary:
@@ -129,10 +141,9 @@ class KernelLibrary:
     def kernel(self, template: str, **values: Any) -> str:
         """Render the template `template` (a path in kernels/templates without .cl.j2) for `values`; returns its name."""
         given = _TemplateValues(values)
-        plain = _rendered(template, None, given, self._style)
-        name = f"{PurePosixPath(template).name}_{hashlib.sha256(plain.encode()).hexdigest()[:10]}"
+        name, text = _named(template, given, self._style)
         if name not in self._plain:
-            self._plain[name] = plain.replace(_PLACEHOLDER, name)
+            self._plain[name] = text
             self._given[name] = (template, given)
         return name
 
@@ -171,6 +182,7 @@ def _lane(kind: LaneKind, template: str, given: dict[str, Any], style: CodeStyle
     return Lane(kind, _STAGED_UNITS if tile.k_block else _TALL_UNITS if tile.rows > 4 else _LANE_UNITS)
 
 
+@lru_cache(maxsize=_KEPT)
 def _prelude(text: str) -> str:
     """The part of the prelude that `text` uses, without comments, because a driver reads it for each kernel."""
     lines: list[str] = _environment(DEFAULT_STYLE).get_template("common/prelude.cl.j2").render(text=text).splitlines()

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashmem.base.types import TableType
-from flashmem.compiler.ir.blocks.constant import BlockConstant
+from flashmem.compiler.ir.blocks.constant import BlockConstant, TableRows
 from flashmem.compiler.ir.graph import Constant, FileConstant, NibbleConstant, Node, Value
 from flashmem.compiler.ir.quantised import HalvedConstant, MovedConstant, QuantizedConstant
 from flashmem.compiler.weights.packing import PackedSlice, Packing, phases_of
@@ -55,6 +55,9 @@ def _place(constant: Constant) -> Hashable | None:
     if isinstance(constant, BlockConstant):
         source = _place(constant.data)
         return None if source is None else (constant.format.name, source)
+    if isinstance(constant, TableRows):
+        source = _place(constant.source)
+        return None if source is None else ("rows", source)
     if isinstance(constant, HalvedConstant | MovedConstant):
         source = _place(constant.source)
         return None if source is None else (type(constant), source, constant.shape, getattr(constant, "perm", None))

@@ -162,7 +162,9 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
     span = gather.panel_bytes
     panels, at, group = np.unique(wrapped // gather.panel, return_index=True, return_inverse=True)
     places = (gather.offset + panels * gather.row_stride).tolist()
-    if not nibbles and dtype == result.dtype and span == dtype.itemsize * gather.columns:  # each row as it is stored
+    if (
+        not (nibbles or gather.block) and dtype == result.dtype and span == dtype.itemsize * gather.columns
+    ):  # each row as it is stored
         file.read_each([result[first].view(np.uint8) for first in at.tolist()], places)
         again = np.flatnonzero(at[group] != np.arange(wrapped.size))
         result[again] = result[at[group[again]]]
@@ -182,9 +184,34 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
         file.read_each(list(raw[: len(several)]), several)
         here = order[starts[first] : starts[first + len(several)]]
         which = group[here] - first
-        found = _unpacked(raw, gather)[which] if nibbles else rows[which, wrapped[here] % gather.panel]
+        column = wrapped[here] % gather.panel
+        if gather.block:
+            found = _rows_of_blocks(raw[which], column, gather)
+        else:
+            found = _unpacked(raw, gather)[which] if nibbles else rows[which, column]
         result[here] = (found.astype(np.uint32) << np.uint32(16)).view(np.float32) if is_upper else found
     return result.reshape(*indices.shape, gather.columns)
+
+
+def _rows_of_blocks(panels: NDArray[np.uint8], column: NDArray[np.int64], gather: HostEmbeddingLookup) -> Array:
+    """What packed panels of ggml's blocks [n, bytes] have of one `column` each: [n, columns]."""
+    across = gather.panel
+    blocks = panels.reshape(len(panels), -1, gather.block * across)
+    ends = [2 * gather.block_halves, 2 * gather.block_halves + gather.block_bytes]
+    halves, plain, fours = np.split(blocks, [end * across for end in ends], axis=2)
+
+    def picked(part: NDArray[np.uint8], columns: int, nbytes: int, of: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The `nbytes` of column `of` in each row of `columns`: [n, blocks, rows * nbytes]."""
+        rows = part.reshape(*blocks.shape[:2], part.shape[2] // (columns * nbytes), columns, nbytes)
+        return rows[np.arange(len(rows)), :, :, of].reshape(*blocks.shape[:2], -1)
+
+    is_high = (column >= across // 2)[:, None, None]
+    nibbles = picked(fours, across // 2, 1, column % (across // 2)) >> np.where(is_high, np.uint8(4), np.uint8(0)) & np.uint8(
+        15
+    )
+    both = nibbles[:, :, 0::2] | nibbles[:, :, 1::2] << np.uint8(4)
+    found = [picked(halves, across, 2, column), picked(plain, across, 1, column), both]
+    return np.concatenate(found, axis=2).reshape(len(panels), -1)
 
 
 def _unpacked(rows: NDArray[np.uint8], gather: HostEmbeddingLookup) -> Array:

@@ -65,6 +65,7 @@ def unpacked(kind: BlockFormat, block: Bytes, panel: int) -> NDArray[np.float32]
         factor = number([factor_bits(plane, block, panel, run) for plane in kind.factor_rows()], kind.factor_planes)
         lowering = number([factor_bits(plane, block, panel, kind.runs + run) for plane in kind.factor_rows()], (4, 2))
         code = number([code_bits(plane, block, panel, at) for plane in kind.code_rows(panel)], kind.planes)
+        code = np.array(kind.values)[code] if kind.values else code
         steps = code - kind.offset if kind.is_narrow else code.astype(np.int8)
         scaled = scale * (factor - kind.factor_offset).astype(np.float32) if kind.factor_planes else scale
         made[at] = steps.astype(np.float32) * scaled
@@ -97,10 +98,10 @@ def code_bits(plane: Plane, block: Bytes, panel: int, at: int) -> NDArray[np.int
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_places_of_bits(name: str) -> None:
-    """Numbers that are read bit by bit at these places are those of the block."""
+    """Numbers that are read bit by bit at these places of a table's row are those of the block."""
     kind = FORMATS[name]
-    data, places = any_blocks(kind, 9, kind.weights, 3), bit_places(kind)
-    parts = kind.parts(data)
+    blocks, places = any_blocks(kind, 9, kind.weights, 3), bit_places(kind)
+    parts, data = kind.parts(blocks), kind.rows(blocks)
     read, numbers = np.unpackbits(data, axis=1, bitorder="little").astype(np.int64), places.numbers.astype(int)
     codes, factors = np.zeros(parts.codes.shape, int), np.zeros((9, kind.factors), int)
     for planes, made, size in ((kind.code_rows(1), codes, kind.weights), (kind.factor_rows(), factors, kind.factors)):

@@ -28,7 +28,9 @@ CASES = (
     ("device", "dots", "instruction"),
     [("adreno750", KHRONOS_MIXED, r"\bdp4acc\.mixed\b"), ("mali-g710", KHRONOS, r"\bIDPADD\b")],
 )
-@pytest.mark.parametrize("case", CASES, ids=["matmul", "conv"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(CASES[0], id="matmul"), pytest.param(CASES[1], id="conv", marks=pytest.mark.thorough)]
+)
 def test_the_instruction_is_in_the_code(case: Case, device: str, dots: str, instruction: str, tmp_path: Path) -> None:
     gpu, tile = gpu_of(device), load_descriptor(device).tile
     need_compilers(gpu.architecture)

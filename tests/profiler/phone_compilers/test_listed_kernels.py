@@ -149,7 +149,7 @@ def test_a_kernel_of_each_family_and_config(device: str) -> None:
     assert {template_of(text) for text in kernels.values()} == templates - {"lane_copy"} - others
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [DEVICES[0], pytest.param(DEVICES[1], marks=pytest.mark.thorough)])  # the faster compiler
 def test_code_of_every_family(device: str) -> None:
     gpu = gpu_of(device)
     need_compilers(gpu.architecture)

@@ -25,6 +25,8 @@ from tests.support.chain_model import WIDTH, chained, smallest_budget, write_cha
 from tests.support.gguf_models import SmallLlama
 from tests.support.own_memory import descriptor_with_own_memory, give_own_memory
 
+THOROUGH = pytest.mark.thorough
+"""For cases in mode interleave and of long texts: planning them within a budget takes half a minute."""
 TURNS = (1, 0, 1, 2, 0, 0, 2, 1, 0)
 
 
@@ -39,7 +41,7 @@ def loaded(session: flashmem.Session) -> set[str]:
 
 
 @pytest.mark.parametrize("more", [1.02, 1.3, 1.8])
-@pytest.mark.parametrize("mode", ["dma", "interleave"])
+@pytest.mark.parametrize("mode", ["dma", pytest.param("interleave", marks=THOROUGH)])
 def test_a_change_loads_nothing_that_both_variants_keep(
     mode: TransferMode, more: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +74,9 @@ def test_a_change_loads_nothing_that_both_variants_keep(
             before = which
 
 
-@pytest.mark.parametrize(("mode", "more"), [("dma", 1.3), ("dma", 1.5), ("alias", 1.3)])
+@pytest.mark.parametrize(
+    ("mode", "more"), [("dma", 1.3), *(pytest.param(*case, marks=THOROUGH) for case in (("dma", 1.5), ("alias", 1.3)))]
+)
 def test_variants_of_a_language_model_stay_bound_and_resident(
     mode: TransferMode, more: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

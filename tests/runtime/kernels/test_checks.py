@@ -17,7 +17,7 @@ import flashmem
 from flashmem import Bundle, Runtime, Session
 from flashmem.base.errors import FlashmemWarning
 from flashmem.cli.commands.verify import verify_bundle
-from flashmem.runtime.kernels import ahead_of_time, pool
+from flashmem.runtime.kernels import ahead_of_time, children, pool
 from flashmem.runtime.kernels.bundle_checks import check_bundle_kernels, program_checks
 from flashmem.runtime.kernels.chains import is_chain
 from flashmem.runtime.kernels.device_chains import chained
@@ -49,6 +49,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def miscompiling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "WORKER", "tests.support.miscompiling_worker")
+
+
+@pytest.fixture
+def never_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of idle priority wait for minutes on a busy machine."""
+    monkeypatch.setattr(children, "_only_when_idle", lambda process: None)
 
 
 def compiled(model: Path, device: Any) -> Bundle:
@@ -128,7 +134,9 @@ def test_a_sample_comes_first_and_whole_launches_as_time_allows(
     assert checked.finding.right == (checked.trial.key,)
 
 
-def test_a_bundle_that_meets_a_driver_is_checked_between_runs(model: Path, device: Any, miscompiling: None) -> None:
+def test_a_bundle_that_meets_a_driver_is_checked_between_runs(
+    model: Path, device: Any, miscompiling: None, never_idle: None
+) -> None:
     bundle = flashmem.compile(model, model.with_suffix(".flashmem"), device=device.descriptor_name, build=False)
     x = {"x": np.full((3, 37), -1, np.float32)}
     with Session(bundle, device=device.descriptor_name) as session:
@@ -141,7 +149,7 @@ def test_a_bundle_that_meets_a_driver_is_checked_between_runs(model: Path, devic
         assert session.run(None, x)[0][0, 0] == 1
 
 
-def test_a_runtime_checks_its_bundles_between_runs(model: Path, device: Any, miscompiling: None) -> None:
+def test_a_runtime_checks_its_bundles_between_runs(model: Path, device: Any, miscompiling: None, never_idle: None) -> None:
     bundle = flashmem.compile(model, model.with_suffix(".flashmem"), device=device.descriptor_name, build=False)
     x = {"x": np.full((3, 37), -1, np.float32)}
     with Runtime(device=device.descriptor_name) as runtime:
@@ -178,11 +186,11 @@ def test_the_parts_of_a_wrong_chain_are_used(again: bool, device: Any, tmp_path:
             assert "bytes of the whole arena are not what its parts write" in checked[-1].finding.wrong
         else:
             sampled = [job for checks in program_checks(bundle, device) for job in checks.samples()]
-            children = pool.ChildPool(device)
-            children.submit(sampled)
-            while children.step():
+            checking = pool.ChildPool(device)
+            checking.submit(sampled)
+            while checking.step():
                 pass
-            children.close()
+            checking.close()
             assert [bool(job.wrong) for job in sampled] == [bool(job.trials[0].parts) for job in sampled]
     assert chains_used() == 0
     assert verify_bundle(bundle.path, device.descriptor_name, again=False, seconds=None, as_json=True), "what is used is right"

@@ -38,7 +38,7 @@ def variants_of(bundle: flashmem.Bundle) -> Sequence[flashmem.Bundle]:
     return [bundle.variant(index) for index in range(len(bundle.variants))]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [MODES[0], *(pytest.param(mode, marks=pytest.mark.thorough) for mode in MODES[1:])])
 def test_variants_with_other_places_read_a_shared_slice_once(
     mode: TransferMode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: Reads
 ) -> None:

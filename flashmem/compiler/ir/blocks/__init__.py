@@ -7,12 +7,12 @@ what a block stands for follow from that one description. Names and layouts are 
 
 from __future__ import annotations
 
-from flashmem.compiler.ir.blocks import q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0
+from flashmem.compiler.ir.blocks import iq4_nl, iq4_xs, q2_k, q3_k, q4_0, q4_1, q4_k, q5_0, q5_1, q5_k, q6_k, q8_0
 from flashmem.compiler.ir.blocks.floats import BF16, F16, FloatFormat
 from flashmem.compiler.ir.blocks.format import BlockFormat
 
 FORMATS: dict[str, BlockFormat] = {
-    kind.FORMAT.name: kind.FORMAT for kind in (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k)
+    kind.FORMAT.name: kind.FORMAT for kind in (q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs)
 }
 """All kinds of blocks by ggml's name."""
 

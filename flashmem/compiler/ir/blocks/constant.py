@@ -50,3 +50,30 @@ class BlockConstant:
         if inside or rest:
             return None
         return replace(self, data=part_of(self.data, 1, begin * self.format.nbytes, stop * self.format.nbytes))
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """The rows of a matrix in blocks as a table has them, uint8 [rows, bytes of a row]: `BlockFormat.rows`."""
+
+    source: BlockConstant
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Rows, and bytes of a row."""
+        return self.source.data.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """uint8."""
+        return np.dtype(np.uint8)
+
+    @property
+    def format(self) -> BlockFormat:
+        """The kind of blocks."""
+        assert isinstance(self.source.format, BlockFormat)
+        return self.source.format
+
+    def array(self) -> NDArray[np.uint8]:
+        """All rows."""
+        return self.format.rows(self.source.data.array())

@@ -53,6 +53,7 @@ class BlockFormat:
         fields: bytes of a block's fields in a file, which `split` receives.
         planes: bits of a code, in planes of 1, 2, 4 or 8 bits, the lowest first.
         factor_planes: bits of a factor, likewise. Factors of 8 bits are signed.
+        values: the integers that codes of four bits stand for, if not for themselves.
         has_minimum: whether something is added.
     """
 
@@ -66,6 +67,7 @@ class BlockFormat:
     run: int = 32
     factor_planes: tuple[int, ...] = ()
     factor_offset: int = 0
+    values: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -118,13 +120,25 @@ class BlockFormat:
     def floats(self, data: Bytes) -> Floats:
         """What blocks stand for: [rows, bytes] as float32 [rows, weights]."""
         parts = self.parts(data)
-        codes = parts.codes.astype(np.int16) - np.int16(self.offset) if self.is_narrow else parts.codes.view(np.int8)
-        blocks = codes.astype(np.float32).reshape(len(codes), self.runs, -1)
+        blocks = self.integers(parts).astype(np.float32).reshape(len(parts.codes), self.runs, -1)
         scale, minimum = self.scales(parts)
         made: Floats = blocks * scale[:, :, None]
         if minimum is not None:
             made += minimum[:, :, None]
         return made.reshape(len(data), -1)
+
+    def integers(self, parts: Parts) -> NDArray[np.int16]:
+        """What codes stand for before they are scaled, [blocks, weights]."""
+        if self.values:
+            return np.array(self.values, np.int16)[parts.codes]
+        if self.is_narrow:
+            return parts.codes.astype(np.int16) - np.int16(self.offset)
+        return parts.codes.view(np.int8).astype(np.int16)
+
+    @property
+    def words_of_values(self) -> list[int]:
+        """`values` as the bytes of words of 32 bits."""
+        return [int(word) for word in np.array(self.values, np.int8).view("<i4")]
 
     # -- packed panels
 
@@ -176,6 +190,30 @@ class BlockFormat:
         assert packed.shape[1] == self.nbytes * panel
         return packed.reshape(-1)
 
+    def rows(self, data: Bytes) -> Bytes:
+        """Rows of blocks [rows, bytes] in the order of a packed panel, each by itself: what a panel has of one column.
+
+        Four bits of a row of codes come after those of the row before, two rows in a byte.
+        """
+        parts = self.parts(data)
+        fields = [each for each in (parts.scale, parts.minimum) if each is not None]
+        if parts.factors is not None:
+            fields += [side_by_side(parts.factors[:, :, None], plane)[:, :, 0] for plane in self.factor_rows()]
+        if self.is_narrow:
+            fours = np.concatenate([in_fours(parts.codes[:, :, None], plane)[:, :, 0] for plane in self.code_rows(1)], axis=1)
+            fields.append(fours[:, 0::2] | fours[:, 1::2] << np.uint8(4))
+        else:
+            fields.append(parts.codes)
+        return np.concatenate(fields, axis=1).reshape(data.shape)
+
+    @property
+    def packed_rows(self) -> tuple[int, int, int]:
+        """What a packed block has of each column: numbers in half, bytes, and fours of bits."""
+        plain = sum(plane.rows for plane in self.factor_rows())
+        codes = sum(plane.rows for plane in self.code_rows(1))
+        halves = 2 if self.has_minimum else 1
+        return (halves, plain, codes) if self.is_narrow else (halves, plain + codes, 0)
+
 
 def half(field: Bytes) -> Floats:
     """A number in float16 for each block, [blocks, 2] as float32 [blocks, 1]."""
@@ -207,11 +245,17 @@ def in_groups(codes: Bytes, plane: Plane) -> Bytes:
     """
     if plane.bits == 8:
         return codes
+    nibbles = in_fours(codes, plane)
+    panel = codes.shape[2]
+    return nibbles[:, :, : panel // 2] | nibbles[:, :, panel // 2 :] << np.uint8(4)
+
+
+def in_fours(codes: Bytes, plane: Plane) -> Bytes:
+    """The same with a byte for the four bits of each column."""
     blocks, _, panel = codes.shape
     few = codes >> np.uint8(plane.below) & np.uint8((1 << plane.bits) - 1)
     apart = few.reshape(blocks, -1, 4 // plane.bits, GROUP, panel).transpose(2, 0, 1, 3, 4)
-    nibbles = _joined(apart, plane.bits).reshape(blocks, -1, panel)
-    return nibbles[:, :, : panel // 2] | nibbles[:, :, panel // 2 :] << np.uint8(4)
+    return _joined(apart, plane.bits).reshape(blocks, -1, panel)
 
 
 def _joined(parts: Sequence[Bytes] | Bytes, count: int) -> Bytes:

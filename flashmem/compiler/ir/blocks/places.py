@@ -1,4 +1,4 @@
-"""Where the bits of a block's numbers are in a file, found by taking apart blocks of which one bit is set."""
+"""Where the bits of a block's numbers are in a row of blocks as tables have it: in the order of a packed panel, by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from flashmem.compiler.ir.blocks.format import BlockFormat, Bytes
+from flashmem.compiler.ir.blocks.format import GROUP, BlockFormat, Plane
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,20 @@ class BitPlaces:
 
 @cache
 def bit_places(kind: BlockFormat) -> BitPlaces:
-    """The places of the numbers in blocks of a kind, the bits of a plane side by side in a byte."""
-    count = 8 * kind.nbytes
-    parts = kind.parts(np.packbits(np.eye(count, dtype=np.uint8), axis=1, bitorder="little"))
-    found = [_places(parts.codes, plane.below) for plane in kind.code_rows(1)]
-    found += [_places(parts.factors, plane.below) for plane in kind.factor_rows() if parts.factors is not None]
-    scale, minimum = (0 if each is None else int(each[:, 0].argmax()) // 8 for each in (parts.scale, parts.minimum))
-    return BitPlaces(np.concatenate(found).astype(np.uint16), scale, minimum)
+    """The places of the numbers in `BlockFormat.rows` of a kind, the bits of a plane side by side in a byte."""
+    found = [_of_codes(kind, plane) for plane in kind.code_rows(1)]
+    found += [_of_factors(kind, plane) for plane in kind.factor_rows()]
+    return BitPlaces(np.concatenate(found).astype(np.uint16), 0, 2)
 
 
-def _places(numbers: Bytes, bit: int) -> NDArray[np.intp]:
-    """The bit of a block that is that bit of each number; `numbers` [bits of a block, numbers]."""
-    places: NDArray[np.intp] = (numbers >> np.uint8(bit) & np.uint8(1)).argmax(axis=0)
-    return places
+def _of_codes(kind: BlockFormat, plane: Plane) -> NDArray[np.intp]:
+    at = np.arange(kind.weights)
+    if plane.bits == 8:
+        return 8 * (plane.at + at)
+    shared = 4 // plane.bits  # weights in four bits
+    return 8 * plane.at + 4 * (at // (GROUP * shared) * GROUP + at % GROUP) + at // GROUP % shared * plane.bits
+
+
+def _of_factors(kind: BlockFormat, plane: Plane) -> NDArray[np.intp]:
+    at = np.arange(kind.factors)
+    return 8 * (plane.at + at % plane.rows) + at // plane.rows * plane.bits

@@ -133,7 +133,9 @@ def unscaled_sums(context: LoweringContext, config: Contraction, panel: int, ope
     if context.descriptor.kind != "cpu" or config.rows > 1 or config.staged_depth or not scaled:
         return 0, 0
     in_buffers = context.memory_path == "buffer" or operands.format is not None
-    in_words = operands.nibbles and in_buffers and config.vector == panel == PANEL
+    in_words = (
+        operands.nibbles and not (operands.format and operands.format.values) and in_buffers and config.vector == panel == PANEL
+    )
     words = context.descriptor.vector_floats if in_words else 0
     return 1 if words else max(1, min(_MOST_STRANDS, _SUMMED_COLUMNS // config.columns)), words
 
@@ -147,7 +149,8 @@ def quantised_config(context: LoweringContext, workload: Workload, binding: Weig
     for other blocks, the config with a K-block that is fastest for floats dequantises weights once for a block of rows.
     """
     scaled = binding.weight_scale is not None and binding.zero is binding.scale is None
-    if workload.family != "matmul" or workload.storage not in CODES or not scaled:
+    has_values = binding.format is not None and bool(binding.format.values)  # which the plain config looks up
+    if workload.family != "matmul" or workload.storage not in CODES or not scaled or has_values:
         return None, 0
     listed = configs_of(context.descriptor, workload.family)
     panel = plain_tile(context.descriptor, workload.family).cut(workload).panel

@@ -1,11 +1,12 @@
-"""Rows of a table in ggml's blocks: they are gathered as they are in the file, and become floats afterwards.
+"""Rows of a table in ggml's blocks: they are gathered in their own bits, and become floats afterwards.
 
-`BlockRows` computes what rows of blocks stand for (`compiler.ir.blocks`), from uint8 [..., bytes of a row]. `format`: the kind.
+`BlockRows` computes what rows of blocks stand for (`compiler.ir.blocks`), from uint8 [..., bytes of a row] in the order of
+`BlockFormat.rows`, which a head's packed panels have too. `format`: the kind.
 """
 
 from __future__ import annotations
 
-from flashmem.compiler.ir.blocks.constant import BlockConstant
+from flashmem.compiler.ir.blocks.constant import BlockConstant, TableRows
 from flashmem.compiler.ir.blocks.format import BlockFormat
 from flashmem.compiler.ir.builder import Rewriter
 from flashmem.compiler.ir.graph import Node, Value
@@ -26,7 +27,7 @@ def gather_blocks(rewriter: Rewriter, node: Node) -> None:
     output = node.outputs[0]
     blocks = table.constant
     assert isinstance(blocks, BlockConstant)
-    stored = Value(f"{table.name}.blocks", blocks.data.shape, "uint8", blocks.data)
+    stored = Value(f"{table.name}.blocks", blocks.data.shape, "uint8", TableRows(blocks))
     shape = (*indices.shape, blocks.data.shape[1])
     picked = rewriter.emit("Gather", [stored, indices], shape, "uint8", f"{node.name}.blocks", axis=0)
     rewriter.add("BlockRows", [picked], output, node.name, format=blocks.format.name)
