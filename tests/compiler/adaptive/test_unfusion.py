@@ -218,7 +218,10 @@ class _TenChunks(Pipeline):
     """Load capacities of ten chunks for each launch, and no plan."""
 
     def instance(self, program: Program) -> Instance:
-        return Instance(layers_of([10] * len(program.launches)), (), 1, 1, 1.0)
+        plain = layers_of([10] * len(program.launches))
+        classes = (launch.operator_class for launch in program.launches)  # a split asks the instance for them
+        layers = tuple(replace(spec, operator_class=each) for spec, each in zip(plain, classes, strict=True))
+        return Instance(layers, (), 1, 1, 1.0)
 
     def plan(self, instance: Instance, generated: Generated) -> Attempt:
         raise AssertionError("ranking splits makes no plan")
