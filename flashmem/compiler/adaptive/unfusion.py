@@ -30,6 +30,11 @@ BATCH = 8
 SECONDS = 12.0
 """Time in seconds after which no further split is tried."""
 
+WORTH = 0.01
+"""The share of an objective in seconds that a round of splits has to gain: each split costs a launch and a pass over memory."""
+
+_ROUNDING = 1e-6
+
 LAUNCHES = 12_000
 """The most launches of programs that are generated to try splits. A try makes two programs, the second for its parts' capacity.
 """
@@ -58,6 +63,7 @@ def refine(pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMod
         return best
     deadline = time.monotonic() + SECONDS
     done: list[Split] = []
+    tried_groups = 0
     one_try = 2 * len(first.generated.program.launches)
     ranked = []
     batch = BATCH
@@ -72,23 +78,31 @@ def refine(pipeline: Pipeline, first: Attempt, limits: Limits, mode: TransferMod
             tried = None
         # Under a budget, latency may have replaced the paper's objective; chunks and seconds cannot be compared.
         same_kind = tried is not None and tried.plan.objective_kind == best.plan.objective_kind
-        if tried is not None and same_kind and tried.plan.objective < best.plan.objective * (1 - 1e-6):
+        worth = WORTH if best.plan.kind.in_seconds else _ROUNDING
+        if tried is not None and same_kind and tried.plan.objective < best.plan.objective * (1 - worth):
             best, cuts = tried, cuts | {split.node for split in chosen}
             done += chosen
             ranked = _ranked(best, cuts, pipeline, limits)
             batch = 2 * batch
         else:
             batch = min(batch, len(ranked)) // 2
+        tried_groups += len(chosen)
         generated += one_try
-    return _noted(first, best, done) if done else best
+    told = tried_groups or MODES[mode].by_kernels
+    return _noted(first, best, done, tried_groups) if told else best
 
 
-def _noted(first: Attempt, best: Attempt, done: Sequence[Split]) -> Attempt:
-    """`best` with a note about the splits that were `done` since `first`."""
+def _noted(first: Attempt, best: Attempt, done: Sequence[Split], tried: int) -> Attempt:
+    """`best` with the ledger of splits since `first`: how many were `tried`, which were `done`, and what they gained."""
+    if not done:
+        return replace(
+            best, plan=replace(best.plan, notes=(*best.plan.notes, f"adaptive unfusion tried {tried} splits, took none"))
+        )
     names = ", ".join(f"{split.name} before {split.node.op} (+{split.gain} chunks)" for split in done[:_NAMED])
     more = f" and {len(done) - _NAMED} more" if len(done) > _NAMED else ""
-    better = f"objective {first.plan.objective:.6g} to {best.plan.objective:.6g}"
-    note = f"adaptive unfusion split {len(done)} groups, {better}: {names}{more}"
+    gain = 1 - best.plan.objective / first.plan.objective
+    better = f"objective {first.plan.objective:.6g} to {best.plan.objective:.6g} ({gain:.2%})"
+    note = f"adaptive unfusion tried {tried} splits, took {len(done)}, {better}: {names}{more}"
     return replace(best, plan=replace(best.plan, notes=(*best.plan.notes, note)))
 
 
@@ -134,7 +148,7 @@ def splits(best: Attempt, cuts: Cuts, pipeline: Pipeline, alpha: float) -> list[
         if names not in first or "" in names:
             continue
         at = first[names]
-        if program.launches[at - 1].operator_class == "hierarchical":
+        if best.instance.layers[at - 1].operator_class == "hierarchical":  # by the predicted response, where there is one
             continue
         before = whole[names]
         after = sum(nbytes for operators, nbytes in parts.items() if set(operators) <= set(names))

@@ -203,12 +203,12 @@ def test_splits_lower_the_papers_objective_and_hierarchical_groups_stay_whole(
     whole = flashmem.compile(model, tmp_path / "whole.flashmem", unfusion=False, **options)
     split = flashmem.compile(model, tmp_path / "split.flashmem", **options)
     assert not any("unfusion" in note for note in whole.plan.notes)
-    assert any("adaptive unfusion split" in note for note in split.plan.notes)
+    assert any("adaptive unfusion tried" in note and ", took " in note for note in split.plan.notes)
     assert split.plan.objective < whole.plan.objective
     assert len(split.program.launches) > len(whole.program.launches)
     groups = {launch.operators for launch in split.program.launches}
     hierarchical = [launch for launch in whole.program.launches if launch.operator_class == "hierarchical"]
-    assert hierarchical and all(launch.operators in groups for launch in hierarchical)
+    assert hierarchical and all(launch.operators in groups for launch in hierarchical)  # no predictor: Table 5's classes
     for bundle in (whole, split):
         with flashmem.Session(bundle, mode=bundle.meta["mode"]) as session:
             assert _error(session.run(None, inputs), model, inputs) <= 1e-3
@@ -218,7 +218,10 @@ class _TenChunks(Pipeline):
     """Load capacities of ten chunks for each launch, and no plan."""
 
     def instance(self, program: Program) -> Instance:
-        return Instance(layers_of([10] * len(program.launches)), (), 1, 1, 1.0)
+        plain = layers_of([10] * len(program.launches))
+        classes = (launch.operator_class for launch in program.launches)  # a split asks the instance for them
+        layers = tuple(replace(spec, operator_class=each) for spec, each in zip(plain, classes, strict=True))
+        return Instance(layers, (), 1, 1, 1.0)
 
     def plan(self, instance: Instance, generated: Generated) -> Attempt:
         raise AssertionError("ranking splits makes no plan")
