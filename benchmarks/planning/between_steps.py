@@ -8,9 +8,9 @@ that only copies. Steps are counted as `profiler.phone_compilers.pipeline` count
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 
+from benchmarks.command import Arguments, run_command
 from flashmem.compiler.adaptive.plan_graph import plan_graph
 from flashmem.compiler.passes.pipeline import prepare
 from flashmem.options import resolve
@@ -68,7 +68,7 @@ def streamed(name: str, device: str, precision: str) -> Streamed:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planning.between_steps", description=__doc__)
+    parser = Arguments(__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS), metavar="MODEL")
     parser.add_argument("--device", default="adreno750")
     parser.add_argument("--precision", default="fp32")
@@ -79,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from tempfile import TemporaryFile
 from types import TracebackType
 from typing import Self
@@ -24,6 +25,7 @@ class SearchProcess:
         self._given = (program, plan, descriptor, limits)
         self._asked = TemporaryFile()  # noqa: SIM115 - closed by __exit__
         self._answer = TemporaryFile()  # noqa: SIM115
+        self._complaint = TemporaryFile()  # noqa: SIM115
 
     def __enter__(self) -> Self:
         pickle.dump(self._given, self._asked)
@@ -33,18 +35,31 @@ class SearchProcess:
             env=module_environment(),
             stdin=self._asked,
             stdout=self._answer,
-            stderr=subprocess.DEVNULL,
+            stderr=self._complaint,
             start_new_session=True,  # Ctrl-C is for this process, which then ends the other
         )
         return self
 
     def result(self, seconds: float | None) -> OverlapPlan:
-        """The best plan that the search finds within `seconds` (None: until it ends), or the one that it was given."""
+        """The best plan that the search finds within `seconds` (None: until it ends), or the one that it was given.
+
+        A plan says in a note if the search failed.
+        """
         try:
-            self._process.wait(seconds)
+            failed = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
+            failed = 0
             self._process.kill()
             self._process.wait()
+        plan = self._best()
+        if not failed:
+            return plan
+        self._complaint.seek(0)
+        said = self._complaint.read().decode(errors="replace").strip().rpartition("\n")[2]
+        return replace(plan, notes=(*plan.notes, f"the search for a better plan failed ({said or f'exit code {failed}'})"))
+
+    def _best(self) -> OverlapPlan:
+        """The last plan that the process has written whole."""
         plan = self._given[1]
         self._answer.seek(0)
         while True:
@@ -58,6 +73,7 @@ class SearchProcess:
         self._process.wait()
         self._asked.close()
         self._answer.close()
+        self._complaint.close()
 
 
 def main() -> None:

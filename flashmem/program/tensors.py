@@ -123,7 +123,7 @@ class HostEmbeddingLookup:
     block_bytes: int = 0
     block_fours: int = 0
 
-    @property
+    @functools.cached_property
     def block(self) -> int:
         """Bytes of a row in one of ggml's blocks; 0 if the table is in none."""
         return 2 * self.block_halves + self.block_bytes + self.block_fours // 2

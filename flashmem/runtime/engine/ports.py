@@ -162,9 +162,8 @@ def gather_rows(file: Reader, gather: HostEmbeddingLookup, indices: Array, store
     span = gather.panel_bytes
     panels, at, group = np.unique(wrapped // gather.panel, return_index=True, return_inverse=True)
     places = (gather.offset + panels * gather.row_stride).tolist()
-    if (
-        not (nibbles or gather.block) and dtype == result.dtype and span == dtype.itemsize * gather.columns
-    ):  # each row as it is stored
+    is_whole = span == dtype.itemsize * gather.columns and not (nibbles or gather.block)
+    if is_whole and dtype == result.dtype:  # each row as it is stored
         file.read_each([result[first].view(np.uint8) for first in at.tolist()], places)
         again = np.flatnonzero(at[group] != np.arange(wrapped.size))
         result[again] = result[at[group[again]]]
@@ -206,9 +205,8 @@ def _rows_of_blocks(panels: NDArray[np.uint8], column: NDArray[np.int64], gather
         return rows[np.arange(len(rows)), :, :, of].reshape(*blocks.shape[:2], -1)
 
     is_high = (column >= across // 2)[:, None, None]
-    nibbles = picked(fours, across // 2, 1, column % (across // 2)) >> np.where(is_high, np.uint8(4), np.uint8(0)) & np.uint8(
-        15
-    )
+    shift = np.where(is_high, np.uint8(4), np.uint8(0))
+    nibbles = picked(fours, across // 2, 1, column % (across // 2)) >> shift & np.uint8(15)
     both = nibbles[:, :, 0::2] | nibbles[:, :, 1::2] << np.uint8(4)
     found = [picked(halves, across, 2, column), picked(plain, across, 1, column), both]
     return np.concatenate(found, axis=2).reshape(len(panels), -1)

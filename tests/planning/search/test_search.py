@@ -115,3 +115,12 @@ def test_a_process_of_its_own_finds_the_same_and_ends_when_it_is_left() -> None:
         process = search._process
         assert search.result(0.0) == plan
     assert process.returncode is not None
+
+
+def test_a_search_that_fails_is_said() -> None:
+    program = program_of(instance_of((STEEP,) * 3, (2, 3)))
+    plan, _ = searched(instance_of((STEEP,) * 3, (2, 3)))
+    with SearchProcess(program, plan, load_descriptor("pocl"), None) as search:  # type: ignore[arg-type]
+        found = search.result(None)
+    assert found == replace(plan, notes=found.notes)
+    assert found.notes[-1].startswith("the search for a better plan failed (AttributeError: 'NoneType'")
