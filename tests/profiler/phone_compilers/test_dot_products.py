@@ -26,7 +26,10 @@ CASES = (
 
 @pytest.mark.parametrize(
     ("device", "dots", "instruction"),
-    [("adreno750", KHRONOS_MIXED, r"\bdp4acc\.mixed\b"), ("mali-g710", KHRONOS, r"\bIDPADD\b")],
+    [
+        ("adreno750", KHRONOS_MIXED, r"\bdp4acc\.mixed\b"),
+        pytest.param("mali-g710", KHRONOS, r"\bIDPADD\b", marks=pytest.mark.thorough),
+    ],
 )
 @pytest.mark.parametrize(
     "case", [pytest.param(CASES[0], id="matmul"), pytest.param(CASES[1], id="conv", marks=pytest.mark.thorough)]

@@ -104,6 +104,7 @@ def test_what_cannot_be_kept_is_said(device: Device, monkeypatch: pytest.MonkeyP
         assert "/dev/null/cache" in done.err and "set FLASHMEM_CACHE_DIR" in done.err
 
 
+@pytest.mark.thorough  # half a minute
 def test_the_command_measures_each_device_once(cache: Path) -> None:
     def run(*options: str) -> tuple[str, str]:
         done = invoke("devices", *options)
