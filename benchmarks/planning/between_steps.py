@@ -1,4 +1,4 @@
-"""The share of streamed bytes that kernels copy between their steps, in mode `interleave` (FlashMem section 4.4 and Figure 5).
+"""The share of streamed bytes that kernels copy between their steps in mode `interleave` (FlashMem, 4.4).
 
     python -m benchmarks.planning.between_steps [MODEL ...] --device adreno750 [--precision fp16]
 
