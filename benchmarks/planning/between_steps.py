@@ -1,9 +1,10 @@
-"""The share of streamed bytes that kernels copy between their steps in mode `interleave` (FlashMem, 4.4).
+"""The share of streamed bytes that kernels copy between their steps, in mode `interleave`.
 
     python -m benchmarks.planning.between_steps [MODEL ...] --device adreno750 [--precision fp16]
 
-A launch's first move goes between the steps of its work, as far as these reach; the rest goes after the work, or by a launch
-that only copies. Steps are counted as `profiler.phone_compilers.pipeline` counts them. Models are planned; nothing runs.
+A launch's first move goes between the steps of its work, as far as these reach (FlashMem, section 4.4); the rest goes after the
+work, or by a launch that only copies. Steps are counted as `profiler.phone_compilers.pipeline` counts them. Models are planned;
+nothing runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How good the boosters of phones' GPU families are on what they were not trained on, beside other estimates.
+"""How good boosters of phones' GPU families are on what they were not trained on, beside other estimates.
 
     python -m benchmarks.planning.boosters [adreno7xx ...] [--devices DIR]
 
