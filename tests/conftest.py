@@ -64,20 +64,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     driver, thorough = config.getoption("driver"), config.getoption("thorough")
     if thorough and not driver:
         return
+    plain = items if thorough else [item for item in items if not item.get_closest_marker("thorough")]
     if driver:
-        marked = [item for item in items if item.get_closest_marker("every_driver")]
-        of_driver = [*marked, *(item for item in items if is_on(item.nodeid, driver) and item not in marked)]
+        marked = [item for item in plain if item.get_closest_marker("every_driver")]
+        of_driver = [*marked, *(item for item in plain if is_on(item.nodeid, driver) and item not in marked)]
         files = {item.path for item in marked}
         inside = (item for item in of_driver if _within(item, ON_DRIVERS) and (item in marked or item.path not in files))
         taken = {item.nodeid for item in of_driver} if thorough else one_of_each_file(item.nodeid for item in inside)
     else:
-        plain = [item for item in items if not item.get_closest_marker("thorough")]
         taken = sample(item.nodeid for item in plain if _within(item, SAMPLED))
         taken |= {item.nodeid for item in plain if not _within(item, SAMPLED)}
     kept, left = [], []
     for item in items:
-        unwanted = not thorough and item.get_closest_marker("thorough")
-        (kept if item.nodeid in taken and not unwanted else left).append(item)
+        (kept if item.nodeid in taken else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept
 

@@ -3,7 +3,7 @@
     python -m flashmem.profiler.phone_compilers.interleaved adreno750
 
 Compiles every product, convolution and attention that the device's descriptor lists, without and with a copy stream. A step of
-the stream is one pass through the loops around the main loop.
+the stream is one pass through the main loop, if it copies there, or through the loops around it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from flashmem.base.streams import exit_codes
 from flashmem.profiler.phone_compilers.cases import interleaved_kernels_of, kernels_of
 from flashmem.profiler.phone_compilers.gpus import gpu_of
+from flashmem.profiler.phone_compilers.pipeline import CodeCounts, CompiledKernel, stream_places
 from flashmem.profiler.phone_compilers.report import examine
 from flashmem.profiler.phone_compilers.statistics import KernelStatistics
 from flashmem.target.descriptor import load_descriptor
@@ -30,14 +31,16 @@ def step_bytes(text: str) -> int:
     return int(units[1]) * _BYTES[unit[1]] if units and unit else 0
 
 
-def _row(plain: KernelStatistics, interleaved: KernelStatistics, nbytes: int) -> str:
+def _row(plain: KernelStatistics, interleaved: KernelStatistics, text: str) -> str:
     def of(each: KernelStatistics) -> str:
         return f"{each.main_loop.slots if each.main_loop else 0} / {each.registers} / {each.threads}"
 
-    # Without a loop around it, the main loop has the copy stream.
-    loops = [each.around or each.main_loop for each in (plain, interleaved)]
-    slots = [loop.slots if loop else 0 for loop in loops]
-    return f"| {plain.kernel} | {of(plain)} | {of(interleaved)} | {slots[1] - slots[0]} | {nbytes} | {interleaved.spills} |"
+    places = stream_places(text)
+    made = CompiledKernel(CodeCounts.of(plain), CodeCounts.of(interleaved), step_bytes(text), *places, drained=0.0, waves=0)
+    slots = made.step_slots
+    nbytes = made.step_bytes
+    step = f"{slots:.0f} | {nbytes} | {16 * slots / nbytes:.0f}" if nbytes else "- | 0 | -"
+    return f"| {plain.kernel} | {of(plain)} | {of(interleaved)} | {step} | {interleaved.spills} |"
 
 
 def main() -> None:
@@ -52,10 +55,12 @@ def main() -> None:
     reports = [examine(each, gpu, given.jobs) for each in (kernels_of(descriptor), texts)]
     plain = {each.kernel: each for each in reports[0].kernels}
     print(f"{gpu.name}, Mesa {reports[0].mesa}\n")
-    print("| kernel | main loop, registers, threads | with a copy stream | slots of a step | bytes of a step | spills |")
-    print("|---|---|---|---|---|---|")
+    print(
+        "| kernel | main loop, registers, threads | with a copy stream | slots of a step | its bytes | for 16 bytes | spills |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for each in reports[1].kernels:
-        print(_row(plain[each.kernel], each, step_bytes(texts[each.kernel])))
+        print(_row(plain[each.kernel], each, texts[each.kernel]))
     for name, error in (*reports[0].failures.items(), *reports[1].failures.items()):
         print(f"{name}: {error}")
 

@@ -16,9 +16,8 @@ from flashmem.profiler.phone_compilers.statistics import KernelStatistics, LoopS
 from flashmem.schedule.modes import MODES
 
 _BLOCK = re.compile(r"LANE_FETCH\n(?:.*\n){0,3}?.*min\((\d+), \w+ - k0\)|for \(int k0 = 0; k0 < depth; k0 \+= (\d+)\)")
-_INNER = re.compile(r"at < copied_; at \+= (\d+)")
+_INNER = "at < copied_;"
 _LINE = re.compile(r"start \+= (\d+)\) \{\s*LANE_FETCH|lane_start \+= (\d+)\) \{\s*LANE_FETCH")
-_USUAL_BLOCK = 64
 _VECTOR = 4
 """Steps of depth that an innermost loop with a copy stream reads at a time."""
 _WAVES = 4
@@ -79,10 +78,8 @@ class CompiledKernel:
 
     @property
     def step_slots(self) -> float:
-        """Slots that a step of the copy stream adds, as `phone_compilers.interleaved` counts them."""
-        if self.block == _VECTOR:
-            return max(0, self.lane.loop_slots - self.plain.loop_slots)
-        if self.plain.around_slots and self.lane.around_slots:
+        """Slots that a step of the copy stream adds: to the loops around the main loop, or to that loop if it is there."""
+        if self.block != _VECTOR and self.plain.around_slots and self.lane.around_slots:
             return max(0, self.lane.around_slots - self.plain.around_slots)
         if self.plain.loop_macs and self.lane.loop_macs:
             return max(0, self.lane.loop_slots - self.plain.loop_slots)
@@ -92,7 +89,7 @@ class CompiledKernel:
 def stream_places(text: str) -> tuple[int, int]:
     """The places of the copy stream in the text of a kernel with one, and the depth between two of them (0: none)."""
     body = text[text.index("__kernel") :]
-    if _INNER.search(body):
+    if _INNER in body:
         return 1, _VECTOR
     found = _BLOCK.search(body) or _LINE.search(body)
     return body.count("LANE_FETCH"), int(next(filter(None, found.groups()))) if found else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 
 from flashmem.base.errors import UserError
 from flashmem.base.extras import offline_half
+from flashmem.base.garbage import collecting_seldom
 from flashmem.base.types import TransferMode
 from flashmem.program.program import Program
 from flashmem.request.request import BundleRequest
@@ -62,7 +62,7 @@ def plan_architecture(name: str, options: BundleRequest) -> ZooPlan:
         yield
         seconds[step] = seconds.get(step, 0.0) + time.monotonic() - begun  # "patches" only for a budget that needs them
 
-    with _no_collection(), timed("total"):
+    with collecting_seldom(), timed("total"):
         with timed("fuse"):
             graph = prepare(graph)
         generated, plan = plan_graph(graph, resolved, timed)
@@ -70,15 +70,3 @@ def plan_architecture(name: str, options: BundleRequest) -> ZooPlan:
         plan = searched(generated.program, plan, resolved.descriptor, resolved.request)
     budget = resolved.request.budget
     return ZooPlan(name, resolved.descriptor, resolved.mode, generated.program, plan, budget, seconds)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable Python's collection of reference cycles, which would visit 10^6 live objects repeatedly."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()

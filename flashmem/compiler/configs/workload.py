@@ -8,7 +8,10 @@ from typing import Final
 
 from flashmem.base.types import MemoryPath
 
-FLOATS = ("float32", "float16", "bfloat16")
+HALVES = ("float16", "bfloat16")
+"""Types of packed weights that are floats of 16 bits."""
+
+FLOATS = ("float32", *HALVES)
 """Types of packed weights that are floats."""
 
 TF32: Final = "tf32"

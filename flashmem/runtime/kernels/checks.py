@@ -179,10 +179,8 @@ class ProgramChecks:
         self._device = device
         self._verdicts = Verdicts(device)
         self._cache = ProgramCache()
-        self._plain: dict[
-            str, RequiredKernel
-        ] = {}  # of a kernel with a stream lane and without one, the one without comes first
-        for each in kernels:
+        self._plain: dict[str, RequiredKernel] = {}
+        for each in kernels:  # of a kernel with a stream lane and without one, the one without comes first
             self._plain.setdefault(each.name, each)
         texts = {name: each.text for name, each in self._plain.items()}
         self._texts = [

@@ -99,3 +99,13 @@ class DecoderFile(ABC):
             for at in (0, len(data) // 2, max(0, len(data) - _KEY_BYTES)):
                 found.update(data[at : at + _KEY_BYTES].tobytes())
         return found.hexdigest()
+
+
+def refused_setting(path: Path, what: str, value: Any, instead: str) -> UserError:
+    """What to say of a setting that was not read and may change the answers. `what`: what it is in the file at `path`."""
+    text = repr(value)
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return UserError(
+        f"{path} has the {what} with the value {shown}, which this version does not support and which may change the answers; "
+        f"{instead}"
+    )

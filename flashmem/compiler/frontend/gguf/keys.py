@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from flashmem.base.errors import UserError
+from flashmem.compiler.frontend.decoder.file import refused_setting
 
 _DESCRIPTION = "describes the model, its origin or its file"
 _SHAPE = "repeats what shapes of tensors say"
@@ -118,17 +118,9 @@ def check_keys(keys: Iterable[str], value_of: Callable[[str], Any], kind: str, p
         if harmless_because(key, kind) is not None:
             continue
         if (value := value_of(key)) not in NEUTRAL.get(_general(key, kind), ()):
-            raise UserError(
-                f"{path} has the field {key} with the value {_shown(value)}, which this version does not support and which "
-                "may change the answers; use another file of the model"
-            )
+            raise refused_setting(path, f"field {key}", value, "use another file of the model")
 
 
 def _general(key: str, kind: str) -> str:
     """The key as the tables here have it."""
     return f"{{arch}}.{key.removeprefix(f'{kind}.')}" if key.startswith(f"{kind}.") else key
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

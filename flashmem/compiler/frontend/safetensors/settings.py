@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flashmem.base.errors import UserError
+from flashmem.compiler.frontend.decoder.file import refused_setting
 
 _TRAINING = "is of training"
 _DESCRIPTION = "describes the model or its origin"
@@ -103,12 +104,7 @@ class Settings:
 
     def refusal(self, name: str) -> UserError:
         """What to say of a value that is not supported."""
-        text = repr(self.given.get(name))
-        shown = text if len(text) <= 60 else f"{text[:57]}..."
-        return UserError(
-            f"{self.path} has the key {name} with the value {shown}, which this version does not support and which may change "
-            "the answers; use another model"
-        )
+        return refused_setting(self.path, f"key {name}", self.given.get(name), "use another model")
 
     def check(self) -> None:
         """Raise UserError for the first key that was not read and may change the answer."""

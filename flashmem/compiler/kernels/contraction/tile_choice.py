@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flashmem.compiler.configs.config import KernelConfig
 from flashmem.compiler.configs.listed import configs_of
-from flashmem.compiler.configs.workload import FLOATS, TF32, Workload
+from flashmem.compiler.configs.workload import FLOATS, HALVES, TF32, Workload
 from flashmem.compiler.ir.fusion_group import FusionGroup
 from flashmem.compiler.kernels.contraction.configs import (
     CODES,
@@ -97,7 +97,7 @@ def choice(
     """The config for `workload`, selected once for each weight, because all patches read the weight in one packing."""
     key = (group.main.input(1), replace(workload, rows=0), winograd)
     if not packed or key not in context.configs:
-        widest = context.slicing.widest(workload.depth * (2 if workload.storage in FLOATS[1:] else 4)) if packed else None
+        widest = context.slicing.widest(workload.depth * (2 if workload.storage in HALVES else 4)) if packed else None
         forms = context.before.forms(group.main.input(1)) or context.earlier.forms(group.main) if packed else frozenset()
         halves = workload.storage == "float16" and context.stored(group.main.input(0)) == "half"
         config = context.selector.config(workload, [node.op for node in group.epilogue], widest, winograd, forms, halves)
